@@ -372,7 +372,8 @@ def _check_budget(name: str, value: Any, min_tokens: int) -> float | int:
             )
     elif not (math.isfinite(value) and 0.0 < value <= 1.0):
         raise KVPolicyError(name, f"{name}={shown} is not a fraction; {allowed}")
-    return value
+    checked: float | int = value
+    return checked
 
 
 def _parse_score_queries(name: str, value: Any) -> int | None:
