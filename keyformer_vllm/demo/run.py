@@ -151,8 +151,7 @@ def ask(base_url: str, prompt: str, max_tokens: int, policy: str) -> Answer:
         max_tokens: longest answer, in tokens.
         policy: KV policy of this request; `full` opts out of eviction.
     """
-    import httpx
-    from openai import OpenAI
+    from openai import DefaultHttpxClient, OpenAI
 
     _say(f"\n--- kv_policy={policy}")
     # A proxy that the environment names has no business with loopback.
@@ -161,7 +160,7 @@ def ask(base_url: str, prompt: str, max_tokens: int, policy: str) -> Answer:
         api_key="none",
         max_retries=0,
         timeout=600.0,
-        http_client=httpx.Client(trust_env=False),
+        http_client=DefaultHttpxClient(trust_env=False),
     ) as client:
         stream = client.chat.completions.create(
             model=SERVED_NAME,
