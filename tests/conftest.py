@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips, with a reason, the tests whose hardware is not here."""
     needed = {
-        name for item in items for name in ("gpu", "amx") if item.get_closest_marker(name)
+        name
+        for item in items
+        for name in ("gpu", "amx")
+        if item.get_closest_marker(name)
     }
     missing = {name: _HARDWARE[name]() for name in needed}
     for item in items:
