@@ -10,7 +10,9 @@ from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.core.noise import NO_NOISE, request_noise_key
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
-from keyformer_vllm.core.selection import RUN_SIZE
+
+RUN_SIZE = 16
+"""Positions in a run of ``--kv-select block``, the size whose quality was measured."""
 
 
 def resolve_retention(

@@ -204,9 +204,14 @@ def test_freed_blocks_serve_a_request_that_fits_nowhere_else(harness):
 
 
 def test_preempted_request_starts_over(harness):
-    h = harness(num_blocks=15, engine={"max_num_batched_tokens": 512})
-    h.add("a", 150, 200)
-    h.add("b", 150, 200)
+    h = harness(
+        num_blocks=15,
+        budget=0.8,
+        budget_base="sequence",
+        engine={"max_num_batched_tokens": 512},
+    )
+    h.add("a", 150, 250)
+    h.add("b", 150, 250)
     preempted = 0
     for _ in range(2000):
         if not h.scheduler.has_unfinished_requests():
