@@ -100,9 +100,12 @@ class WorkerRuntime:
         finally:
             self.in_step = False
 
-    @torch.inference_mode()
     def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
         """Select and compact all layers and heads of all due requests."""
+        with torch.inference_mode():
+            self._evict_entries(evictions)
+
+    def _evict_entries(self, evictions: dict[str, EvictionEntry]) -> None:
         entries = list(evictions.values())
         rows = self.table.rows_of(list(evictions))
         width = max(len(entry.block_ids) for entry in entries)
