@@ -214,7 +214,7 @@ class Worker {
     tile.visible = scratch_.visible.data();
     tile.tau = scratch_.tau.data();
     tile.row_keys = noise_key != 0 ? scratch_.row_keys.data() : nullptr;
-    tile.positions = scratch_.positions.data();
+    tile.positions = noise_key != 0 ? scratch_.positions.data() : nullptr;
     tile.weights = scratch_.weights.data();
     tile.row_stride = item.row_stride;
     tile.panel = scratch_.panel.data();
