@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a user can set: parsed, checked and refused in one place.
+
+Server settings arrive as ``--kv-*`` flags or as
+``additional_config={"keyformer": {...}}``; per-request settings arrive in
+``vllm_xargs``. Both end up as a frozen :class:`KeyformerConfig`. Imports neither
+torch nor vLLM: it is read before any engine exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ADDITIONAL_CONFIG_KEY = "keyformer"
+"""The key of ours inside vLLM's ``additional_config``."""
+
+REQUEST_PREFIX = "kv_"
+"""Per-request keys in ``vllm_xargs`` that start so are ours to accept or refuse."""
+
+POLICY_NAMES = (
+    "full",
+    "keyformer",
+    "h2o",
+    "streaming",
+    "window",
+    "key-only",
+    "random",
+)
+BUDGET_BASES = ("prompt", "sequence")
+NOISES = ("gumbel", "none")
+SELECTIONS = ("token", "block")
+
+_MAX_SHOWN = 60
+_MAX_TOKENS = 2**31 - 1
+_MAX_TAU = 100.0
+_MIN_TAU = 0.25
+
+
+class KVPolicyError(ValueError):
+    """A setting the user got wrong: names it, its value and what is allowed.
+
+    ``parameter`` is the setting's name as the user spelled it.
+    """
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class KeyformerConfig:
+    """Settings of one KV policy, checked at construction.
+
+    Args:
+        policy: one of ``POLICY_NAMES``; ``full`` never evicts.
+        budget: tokens to retain per KV head: a fraction in (0, 1) of the budget
+            base, 1.0 (never evict), or an integer number of tokens.
+        min_tokens: floor of the budget, in tokens; nothing is evicted below it.
+        budget_base: what a fraction is taken of: the ``prompt``, or the
+            ``sequence`` computed so far.
+        recent_ratio: share of the budget kept as the recent window (paper 3.3).
+        sinks: first tokens of the sequence that are always kept.
+        tau_init: softmax temperature of the score during the prompt (paper eq. 9).
+        tau_end: temperature reached at the request's last token.
+        noise: ``gumbel`` (the paper) or ``none``.
+        seed: seed of the noise; a request's own seed is mixed in.
+        score_queries: ``all`` prompt queries score (the paper), or ``last:N``.
+        select: ``token``, or ``block`` for whole runs of 16 positions.
+        trace: file that receives one JSON line per step and request, or None.
+        poison_freed: fill freed blocks with NaN, to show in tests that nobody
+            reads them; has no flag.
+
+    Raises:
+        KVPolicyError: naming the setting, its value and what is allowed.
+    """
+
+    policy: str
+    budget: float | int = 0.5
+    min_tokens: int = 256
+    budget_base: str = "prompt"
+    recent_ratio: float = 0.2
+    sinks: int = 4
+    tau_init: float = 1.0
+    tau_end: float = 2.0
+    noise: str = "gumbel"
+    seed: int = 0
+    score_queries: str = "all"
+    select: str = "token"
+    trace: str | None = None
+    poison_freed: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("kv_policy", self.policy, POLICY_NAMES)
+        _check_int("kv_min_tokens", self.min_tokens, 1, _MAX_TOKENS)
+        _check_budget("kv_budget", self.budget, self.min_tokens)
+        _check_choice("kv_budget_base", self.budget_base, BUDGET_BASES)
+        _check_float("kv_recent_ratio", self.recent_ratio, 0.0, 1.0)
+        _check_int("kv_sinks", self.sinks, 0, _MAX_TOKENS)
+        _check_float("kv_tau_init", self.tau_init, _MIN_TAU, _MAX_TAU)
+        _check_float("kv_tau_end", self.tau_end, _MIN_TAU, _MAX_TAU)
+        if self.tau_end < self.tau_init:
+            raise KVPolicyError(
+                "kv_tau_end",
+                f"kv_tau_end={self.tau_end} is below kv_tau_init={self.tau_init}; "
+                "the temperature rises from kv_tau_init to kv_tau_end",
+            )
+        _check_choice("kv_noise", self.noise, NOISES)
+        _check_int("kv_seed", self.seed, 0, 2**63 - 1)
+        _parse_score_queries("kv_score_queries", self.score_queries)
+        _check_choice("kv_select", self.select, SELECTIONS)
+        if self.trace is not None and (
+            not isinstance(self.trace, str) or not self.trace
+        ):
+            raise KVPolicyError(
+                "kv_trace", f"kv_trace={_shown(self.trace)} must be a file name"
+            )
+        if not isinstance(self.poison_freed, bool):
+            raise KVPolicyError(
+                "kv_poison_freed",
+                f"kv_poison_freed={_shown(self.poison_freed)} must be true or false",
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether this policy can evict anything at all."""
+        return self.policy != "full" and not is_full_budget(self.budget)
+
+    @property
+    def num_score_queries(self) -> int | None:
+        """How many of the last prompt queries score; None for all of them."""
+        return _parse_score_queries("kv_score_queries", self.score_queries)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> KeyformerConfig:
+        """Build from ``additional_config["keyformer"]``.
+
+        Args:
+            values: setting name to value, names as in this dataclass.
+
+        Raises:
+            KVPolicyError: for an unknown key, a missing policy or a bad value.
+        """
+        if not isinstance(values, Mapping):
+            raise KVPolicyError(
+                ADDITIONAL_CONFIG_KEY,
+                f"additional_config['keyformer']={_shown(values)} must be a "
+                "mapping of settings",
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise KVPolicyError(
+                    str(name),
+                    f"keyformer setting {_shown(name)} is unknown; "
+                    f"valid ones: {', '.join(known)}",
+                )
+        if "policy" not in values:
+            first = next(iter(values), None)
+            raise KVPolicyError(
+                "kv_policy",
+                (
+                    f"{_flag_of(first)} needs --kv-policy"
+                    if first is not None
+                    else "the keyformer settings need a policy"
+                )
+                + f"; valid ones: {', '.join(POLICY_NAMES)}",
+            )
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The settings as plain JSON values, accepted by :meth:`from_mapping`."""
+        return dataclasses.asdict(self)
+
+    def with_request(self, extra_args: Mapping[str, Any] | None) -> KeyformerConfig:
+        """The settings of one request: the server's, with the request's on top.
+
+        Args:
+            extra_args: the request's ``vllm_xargs``; keys that do not start with
+                ``kv_`` belong to somebody else and are ignored.
+
+        Raises:
+            KVPolicyError: naming the offending key of ``vllm_xargs``.
+        """
+        changes: dict[str, Any] = {}
+        for key, value in (extra_args or {}).items():
+            if not isinstance(key, str) or not key.startswith(REQUEST_PREFIX):
+                continue
+            if key not in REQUEST_KEYS:
+                raise KVPolicyError(
+                    key,
+                    f"{_shown(key)} is not a per-request setting; "
+                    f"valid ones: {', '.join(REQUEST_KEYS)}",
+                )
+            if key == "kv_policy":
+                _check_choice(key, value, POLICY_NAMES)
+                changes["policy"] = value
+            else:
+                changes["budget"] = _check_budget(key, value, self.min_tokens)
+        return dataclasses.replace(self, **changes) if changes else self
+
+
+REQUEST_KEYS = ("kv_policy", "kv_budget")
+
+
+def config_from_additional(additional_config: Any) -> KeyformerConfig | None:
+    """The policy inside vLLM's ``additional_config``, or None when there is none."""
+    if not isinstance(additional_config, Mapping):
+        return None
+    values = additional_config.get(ADDITIONAL_CONFIG_KEY)
+    return None if values is None else KeyformerConfig.from_mapping(values)
+
+
+def refuse_request_without_policy(extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse ``kv_*`` request settings on a server that was started without a policy.
+
+    Raises:
+        KVPolicyError: naming the first such key.
+    """
+    for key in extra_args or {}:
+        if isinstance(key, str) and key.startswith(REQUEST_PREFIX):
+            raise KVPolicyError(
+                key,
+                f"{_shown(key)} needs a server started with --kv-policy; "
+                "this one has none",
+            )
+
+
+def is_full_budget(budget: float | int) -> bool:
+    """Whether a budget means "never evict" (the float 1.0, not the integer 1)."""
+    return isinstance(budget, float) and budget == 1.0
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One ``--kv-*`` flag: its setting, parser and help text."""
+
+    setting: str
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        """The long option, for example ``--kv-budget``."""
+        return "--kv-" + self.setting.replace("_", "-")
+
+    @property
+    def dest(self) -> str:
+        """The argparse destination, for example ``kv_budget``."""
+        return "kv_" + self.setting
+
+    @property
+    def default(self) -> Any:
+        """The setting's default, or None where it has to be given."""
+        default = KeyformerConfig.__dataclass_fields__[self.setting].default
+        return None if default is dataclasses.MISSING else default
+
+
+def parse_budget(text: str) -> float | int:
+    """Read a budget from a command line: digits alone are a number of tokens."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+
+
+FLAGS = (
+    Flag("policy", str, "POLICY", f"KV policy: {', '.join(POLICY_NAMES)}."),
+    Flag(
+        "budget",
+        parse_budget,
+        "BUDGET",
+        "Tokens retained per KV head: a fraction of the prompt (0.5), a number of "
+        "tokens (2048), or 1.0 to never evict.",
+    ),
+    Flag(
+        "min_tokens", int, "TOKENS", "Floor of the budget; nothing is evicted below it."
+    ),
+    Flag(
+        "budget_base",
+        str,
+        "BASE",
+        "What a fraction is taken of: prompt, or sequence (grows with the answer).",
+    ),
+    Flag("recent_ratio", float, "RATIO", "Share of the budget kept as recent window."),
+    Flag("sinks", int, "TOKENS", "First tokens of the sequence that are always kept."),
+    Flag("tau_init", float, "TAU", "Score temperature during the prompt."),
+    Flag("tau_end", float, "TAU", "Score temperature at the request's last token."),
+    Flag("noise", str, "NOISE", "Noise on the score's logits: gumbel or none."),
+    Flag("seed", int, "SEED", "Seed of the noise; a request's own seed is mixed in."),
+    Flag(
+        "score_queries",
+        str,
+        "WHICH",
+        "Prompt queries that score: all (the paper) or last:N.",
+    ),
+    Flag(
+        "select",
+        str,
+        "UNIT",
+        "What is kept or dropped: token, or block (whole runs of 16 positions).",
+    ),
+    Flag("trace", str, "FILE", "Write what was evicted to FILE, one JSON line each."),
+)
+
+
+def settings_from_flags(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Settings from parsed flags.
+
+    Args:
+        given: argparse destination to value; None stands for "not given".
+
+    Returns:
+        Setting name to value, or None when no ``--kv-*`` flag was given.
+    """
+    settings = {
+        flag.setting: given[flag.dest]
+        for flag in FLAGS
+        if given.get(flag.dest) is not None
+    }
+    return settings or None
+
+
+def _flag_of(setting: str) -> str:
+    return "--kv-" + str(setting).replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    """A value as it may stand in an error message: one line, cut, no surprises."""
+    try:
+        text = json.dumps(value) if not isinstance(value, str) else repr(value)
+    except (TypeError, ValueError):
+        text = repr(type(value).__name__)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise KVPolicyError(
+            name, f"{name}={_shown(value)} must be one of: {', '.join(allowed)}"
+        )
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise KVPolicyError(name, f"{name}={_shown(value)} must be an integer")
+    if not low <= value <= high:
+        raise KVPolicyError(
+            name, f"{name}={_shown(value)} must be an integer in [{low}, {high}]"
+        )
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> None:
+    # Written so that NaN fails it too.
+    if not _is_number(value) or not low <= value <= high:
+        raise KVPolicyError(
+            name, f"{name}={_shown(value)} must be a number in [{low}, {high}]"
+        )
+
+
+def _check_budget(name: str, value: Any, min_tokens: int) -> float | int:
+    allowed = (
+        "allowed: a fraction in (0, 1), 1.0 to never evict, or a number of tokens "
+        f"of at least kv_min_tokens={min_tokens}"
+    )
+    shown = _shown(value)
+    if not _is_number(value):
+        raise KVPolicyError(name, f"{name}={shown} is not a number; {allowed}")
+    if isinstance(value, int):
+        if not min_tokens <= value <= _MAX_TOKENS:
+            raise KVPolicyError(
+                name, f"{name}={shown} is not a possible number of tokens; {allowed}"
+            )
+    elif not (math.isfinite(value) and 0.0 < value <= 1.0):
+        raise KVPolicyError(name, f"{name}={shown} is not a fraction; {allowed}")
+    checked: float | int = value
+    return checked
+
+
+def _parse_score_queries(name: str, value: Any) -> int | None:
+    if value == "all":
+        return None
+    match = re.fullmatch(r"last:(\d{1,9})", value) if isinstance(value, str) else None
+    if match is None or int(match.group(1)) < 1:
+        raise KVPolicyError(
+            name,
+            f"{name}={_shown(value)} must be all, or last:N with N of at least 1",
+        )
+    return int(match.group(1))
