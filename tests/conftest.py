@@ -79,7 +79,7 @@ def xsum() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function from a kind in `tests/models.py` to its model folder, made on first use."""
+    """From a kind in `tests/models.py` to its folder; each is written once."""
     from tests.models import write_model
 
     root = tmp_path_factory.mktemp("models")

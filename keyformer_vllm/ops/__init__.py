@@ -10,11 +10,30 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["IMPLS", "compact_kv", "reset_slots", "score_keys", "select_keep"]
+__all__ = [
+    "IMPLS",
+    "compact_kv",
+    "require_impl",
+    "reset_slots",
+    "score_keys",
+    "select_keep",
+]
 
 IMPLS = ("reference", "cpu")
 
 _loaded: dict[str, ModuleType] = {}
+
+
+def require_impl(impl: str) -> None:
+    """Check that an implementation can be used, before anything depends on it.
+
+    Args:
+        impl: "reference" or "cpu".
+
+    Raises:
+        RuntimeError: saying what to build, or what is allowed.
+    """
+    _implementation(impl)
 
 
 def score_keys(
