@@ -111,11 +111,20 @@ using MultiplyPanel = void (*)(const float*, int64_t, const float*, int64_t, flo
 
 // multiply_panel by number of rows; a tile never asks for 0 of them.
 constexpr MultiplyPanel kMultiplyPanel[] = {
-    nullptr,           multiply_panel<1>, multiply_panel<2>, multiply_panel<3>, multiply_panel<4>,
-    multiply_panel<5>, multiply_panel<6>,
+    nullptr,
+    multiply_panel<1>,
+    multiply_panel<2>,
+    multiply_panel<3>,
+    multiply_panel<4>,
+    multiply_panel<5>,
+    multiply_panel<6>,
 #if defined(__AVX512F__)
-    multiply_panel<7>, multiply_panel<8>, multiply_panel<9>, multiply_panel<10>,
-    multiply_panel<11>, multiply_panel<12>,
+    multiply_panel<7>,
+    multiply_panel<8>,
+    multiply_panel<9>,
+    multiply_panel<10>,
+    multiply_panel<11>,
+    multiply_panel<12>,
 #endif
 };
 static_assert(sizeof(kMultiplyPanel) / sizeof(kMultiplyPanel[0]) == kTileRows + 1,
@@ -254,8 +263,8 @@ void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gum
 #define KEYFORMER_STRINGIZE(x) KEYFORMER_STRINGIZE_(x)
 
 const IsaKernels& kernels() {
-  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen,
-                                          compute_tile, add_tile, fill_noise};
+  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen, compute_tile,
+                                          add_tile, fill_noise};
   return kKernels;
 }
 
