@@ -60,8 +60,12 @@ class WorkerRuntime:
         self.score, self.position = side_views(self.kv_pages)
         self.layout = _layout_of(list(layers.values()))
         _probe(self.kv_pages, self.layout)
-        rank_heads = next(iter(layers.values())).impl.num_heads
-        first_query_head = compat.get_tensor_model_parallel_rank() * rank_heads
+        first_impl = next(iter(layers.values())).impl
+        tp_rank = compat.get_tensor_model_parallel_rank()
+        first_query_head = tp_rank * first_impl.num_heads
+        # Ranks beyond the number of KV heads hold replicas of them.
+        self.first_kv_head = first_query_head // first_impl.num_queries_per_kv
+        self.first_layer = compat.extract_layer_index(next(iter(layers)))
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
@@ -130,6 +134,8 @@ class WorkerRuntime:
             torch.from_numpy(self.table.column("random")[rows]),
             torch.from_numpy(self.table.column("noise_key")[rows]),
             max_kv_len=max(entry.kv_len for entry in entries),
+            first_layer=self.first_layer,
+            first_kv_head=self.first_kv_head,
             impl="cpu",
         )
         ops.compact_kv(
