@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyformer_vllm.core.policies import POLICIES
+from keyformer_vllm.core.retention import BudgetBase
 
 ADDITIONAL_CONFIG_KEY = "keyformer"
 """The key of ours inside vLLM's ``additional_config``."""
@@ -80,7 +81,7 @@ class KeyformerConfig:
     policy: str
     budget: float | int = 0.5
     min_tokens: int = 256
-    budget_base: str = "prompt"
+    budget_base: BudgetBase = "prompt"
     recent_ratio: float = 0.2
     sinks: int = 4
     tau_init: float = 1.0
