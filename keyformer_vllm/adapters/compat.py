@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of vLLM that we touch, in one place; resolved on first use."""
+"""Every name of vLLM that we touch, in one place.
+
+vLLM 0.32 is the tested version. A later one is an edit of this file: the table
+names what we import, the functions below reach into what is private, and
+``tests/adapters/test_drift.py`` asserts every name, signature and attribute they
+and our subclasses rely on. Names resolve on first use, so importing this module
+imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +25,57 @@ _NAMES = {
     "VLLMValidationError": ("vllm.exceptions", "VLLMValidationError"),
     "vllm_envs": ("vllm", "envs"),
     "init_logger": ("vllm.logger", "init_logger"),
+    # Scheduler process.
+    "Scheduler": ("vllm.v1.core.sched.scheduler", "Scheduler"),
+    "AsyncScheduler": ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
+    "FullAttentionManager": (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager",
+    ),
+    "FullAttentionSpec": ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
+    "KVCacheSpecRegistry": ("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry"),
+    "register_all_kvcache_specs": (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "register_all_kvcache_specs",
+    ),
+    # Worker process.
+    "Attention": ("vllm.model_executor.layers.attention", "Attention"),
+    "AttentionBackendEnum": (
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum",
+    ),
+    "CPUAttentionBackend": (
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackend",
+    ),
+    "CPUAttentionBackendImpl": (
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl",
+    ),
+    "CPUAttentionMetadata": (
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionMetadata",
+    ),
+    "CPUAttentionMetadataBuilder": (
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionMetadataBuilder",
+    ),
+    "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    "cpu_ops": ("vllm", "_custom_ops"),
+    "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
+    "get_tensor_model_parallel_rank": (
+        "vllm.distributed",
+        "get_tensor_model_parallel_rank",
+    ),
+    # Not public: caches and tables behind the public functions.
+    "backend_overrides": (
+        "vllm.v1.attention.backends.registry",
+        "_ATTN_OVERRIDES",
+    ),
+    "cached_attn_backend": (
+        "vllm.v1.attention.selector",
+        "_cached_get_attn_backend",
+    ),
 }
 
 
@@ -28,12 +86,41 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"keyformer_vllm.adapters.compat has no vLLM name {name!r}"
         ) from None
-    value: Any = importlib.import_module(module_name)
     if module_name == "vllm":
         return importlib.import_module(f"{module_name}.{attribute}")
-    value = getattr(value, attribute)
+    value = getattr(importlib.import_module(module_name), attribute)
     globals()[name] = value
     return value
+
+
+def kv_cache_managers(scheduler: Any) -> list[Any]:
+    """The block managers of a scheduler, one per KV cache group."""
+    return list(scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+
+def batch_request_ids(model_runner: Any) -> list[str]:
+    """Request ids of the model runner's current batch, in row order."""
+    ids: list[str] = model_runner.input_batch.req_ids
+    return ids
+
+
+def metadata_builders(model_runner: Any) -> list[Any]:
+    """The attention metadata builders of a model runner."""
+    return [
+        builder
+        for groups in model_runner.attn_groups
+        for group in groups
+        for builder in group.metadata_builders
+    ]
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """Attention layers of the loaded model by name, in layer order."""
+    context = vllm_config.compilation_config.static_forward_context
+    layer_type = __getattr__("Attention")
+    return {
+        name: layer for name, layer in context.items() if isinstance(layer, layer_type)
+    }
 
 
 def vllm_version() -> str:

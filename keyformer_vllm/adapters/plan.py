@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the workers: resolved integers, nothing else.
+
+Counts are decided here once, so that every rank evicts the same number of tokens
+without talking; which tokens go is each rank's, layer's and head's own business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAN_ATTRIBUTE = "keyformer_plan"
+"""Attribute of vLLM's ``SchedulerOutput`` that carries the :class:`StepPlan`."""
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """Constants of one request that scoring and selection need.
+
+    Args:
+        tracked: whether the request may ever evict; an untracked one is served
+            as by stock vLLM and costs nothing.
+        scores: whether its queries score the keys they see.
+        noise_key: key of its noise stream; 0 for no noise.
+        num_prompt_tokens: prompt length, in tokens.
+        max_tokens: the most tokens it may generate; the temperature ends there.
+        first_scored: position of the first query that scores.
+        uses_tau: whether its temperature follows the schedule; else it is 1.
+        run_size: 1 to select tokens, 16 to select whole runs.
+        random: whether candidates are ranked at random instead of by score.
+    """
+
+    tracked: bool
+    scores: bool
+    noise_key: int
+    num_prompt_tokens: int
+    max_tokens: int
+    first_scored: int
+    uses_tau: bool
+    run_size: int
+    random: bool
+
+
+@dataclass(frozen=True)
+class EvictionEntry:
+    """One request's eviction in this step.
+
+    Args:
+        block_ids: physical blocks that hold the request before the eviction,
+            front first.
+        kv_len: tokens held in those blocks before the eviction.
+        num_evict: tokens to drop per KV head, whole blocks of them.
+        num_sinks: positions below this one are kept.
+        recent_start: positions from this one on are kept.
+        evicted_blocks: leading logical blocks that are gone after it.
+        budget_tokens: the budget k that led to these counts, for the trace.
+    """
+
+    block_ids: list[int]
+    kv_len: int
+    num_evict: int
+    num_sinks: int
+    recent_start: int
+    evicted_blocks: int
+    budget_tokens: int
+
+
+@dataclass
+class StepPlan:
+    """New requests and evictions of one scheduler step, keyed by request id."""
+
+    new_requests: dict[str, RequestParams] = field(default_factory=dict)
+    evictions: dict[str, EvictionEntry] = field(default_factory=dict)
+
+
+def plan_of(scheduler_output: Any) -> StepPlan:
+    """The plan on a ``SchedulerOutput``.
+
+    Raises:
+        RuntimeError: when there is none, that is, when another scheduler made
+            it: workers must never guess what was evicted.
+    """
+    plan = getattr(scheduler_output, PLAN_ATTRIBUTE, None)
+    if plan is None:
+        raise RuntimeError(
+            "a KV policy is on but the scheduler sent no eviction plan; "
+            "scheduler_cls must be left to keyformer_vllm"
+        )
+    assert isinstance(plan, StepPlan), type(plan)
+    return plan

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request's settings to the integers that the scheduler and workers use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keyformer_vllm.adapters.plan import RequestParams
+from keyformer_vllm.config import KeyformerConfig
+from keyformer_vllm.core.noise import NO_NOISE, request_noise_key
+from keyformer_vllm.core.policies import get_policy
+from keyformer_vllm.core.retention import Retention
+from keyformer_vllm.core.selection import RUN_SIZE
+
+
+def resolve_retention(
+    config: KeyformerConfig, num_prompt_tokens: int, block_size: int
+) -> Retention:
+    """How many tokens a prompt of this length retains under these settings.
+
+    Args:
+        config: the request's settings.
+        num_prompt_tokens: prompt length, in tokens.
+        block_size: tokens per KV cache block.
+    """
+    return Retention.resolve(
+        get_policy(config.policy),
+        budget=config.budget,
+        num_prompt_tokens=num_prompt_tokens,
+        min_tokens=config.min_tokens,
+        budget_base=config.budget_base,
+        recent_ratio=config.recent_ratio,
+        sinks=config.sinks,
+        block_size=block_size,
+    )
+
+
+def resolve_request(
+    server: KeyformerConfig, request: Any, block_size: int
+) -> tuple[Retention, RequestParams]:
+    """Settings of one request as integers.
+
+    Args:
+        server: the server's policy.
+        request: vLLM's ``Request``; its ``vllm_xargs`` were checked on arrival.
+        block_size: tokens per KV cache block.
+
+    Raises:
+        KVPolicyError: for request settings that the front end let through.
+    """
+    sampling = request.sampling_params
+    config = server.with_request(sampling.extra_args)
+    policy = get_policy(config.policy)
+    num_prompt_tokens = request.num_prompt_tokens
+    retention = resolve_retention(config, num_prompt_tokens, block_size)
+    # The last token sampled is never written to the cache.
+    longest = num_prompt_tokens + request.max_tokens - 1
+    tracked = not retention.never_evicts(longest)
+    noisy = policy.uses_noise and config.noise == "gumbel"
+    keyed = noisy or policy.random_rank
+    last_queries = config.num_score_queries
+    return retention, RequestParams(
+        tracked=tracked,
+        scores=tracked and policy.scores,
+        noise_key=(
+            request_noise_key(config.seed, sampling.seed or 0) if keyed else NO_NOISE
+        ),
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max(1, request.max_tokens),
+        first_scored=(
+            0 if last_queries is None else max(0, num_prompt_tokens - last_queries)
+        ),
+        uses_tau=policy.uses_tau,
+        run_size=RUN_SIZE if config.select == "block" else 1,
+        random=policy.random_rank,
+    )

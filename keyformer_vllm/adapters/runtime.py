@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker keeps between steps: requests, pages, and how it evicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keyformer_vllm import ops
+from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.backend import KeyformerCPUBackend, LayerSide
+from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
+from keyformer_vllm.adapters.request_table import RequestTable
+from keyformer_vllm.adapters.trace import TraceWriter
+from keyformer_vllm.config import KeyformerConfig
+from keyformer_vllm.ops.layout import (
+    LAYOUTS,
+    page_bytes,
+    probe_layout,
+    side_views,
+)
+
+logger = compat.init_logger(__name__)
+
+
+class WorkerRuntime:
+    """Eviction state of one worker; lives as long as its KV cache.
+
+    Args:
+        config: the server's policy.
+        vllm_config: vLLM's configuration, model already loaded.
+        model_runner: the worker's model runner, KV cache already bound.
+        rank: the worker's rank, for the trace file's name.
+
+    Raises:
+        RuntimeError: when the KV cache is not laid out as expected.
+    """
+
+    def __init__(
+        self, config: KeyformerConfig, vllm_config: Any, model_runner: Any, rank: int
+    ) -> None:
+        self.config = config
+        self.table = RequestTable()
+        self.in_step = False
+        self._model_runner = model_runner
+        layers = compat.attention_layers(vllm_config)
+        foreign = [
+            name
+            for name, layer in layers.items()
+            if layer.get_attn_backend() is not KeyformerCPUBackend
+        ]
+        if foreign or not layers:
+            raise RuntimeError(
+                "a KV policy needs every attention layer on its own backend; "
+                f"not on it: {foreign or 'no attention layer found'}"
+            )
+        self.kv_pages = _stack_layers(list(layers.values()))
+        self.block_size = self.kv_pages.shape[3]
+        self.score, self.position = side_views(self.kv_pages)
+        self.layout = _layout_of(list(layers.values()))
+        _probe(self.kv_pages, self.layout)
+        rank_heads = next(iter(layers.values())).impl.num_heads
+        first_query_head = compat.get_tensor_model_parallel_rank() * rank_heads
+        for index, (name, layer) in enumerate(layers.items()):
+            layer.impl.side = LayerSide(
+                layer_index=compat.extract_layer_index(name),
+                first_query_head=first_query_head,
+                score=self.score[index],
+                position=self.position[index],
+                layout=self.layout,
+            )
+        for builder in compat.metadata_builders(model_runner):
+            builder.bind(self)
+        self.trace = TraceWriter(config.trace, rank) if config.trace else None
+
+    def batch_request_ids(self) -> list[str]:
+        """Request ids of the batch being run, in row order."""
+        return compat.batch_request_ids(self._model_runner)
+
+    def execute_model(self, execute: Any, scheduler_output: Any, *args: Any) -> Any:
+        """Evict what the plan says, then run the step.
+
+        Args:
+            execute: the model runner's own ``execute_model``.
+            scheduler_output: vLLM's ``SchedulerOutput`` with our plan on it.
+            args: further arguments, handed through.
+        """
+        plan = plan_of(scheduler_output)
+        self.table.update(scheduler_output, plan)
+        if plan.evictions:
+            # Ordered before this step's writes, and so before any reuse of the
+            # freed blocks by another request.
+            self._evict(plan.evictions)
+        if self.trace is not None:
+            self.trace.record(self, scheduler_output, plan)
+        self.in_step = True
+        try:
+            return execute(scheduler_output, *args)
+        finally:
+            self.in_step = False
+
+    @torch.inference_mode()
+    def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
+        """Select and compact all layers and heads of all due requests."""
+        entries = list(evictions.values())
+        rows = self.table.rows_of(list(evictions))
+        width = max(len(entry.block_ids) for entry in entries)
+        block_table = torch.tensor(
+            [e.block_ids + [0] * (width - len(e.block_ids)) for e in entries],
+            dtype=torch.int32,
+        )
+        counts = torch.tensor(
+            [(e.kv_len, e.num_evict, e.num_sinks, e.recent_start) for e in entries],
+            dtype=torch.int32,
+        )
+        kv_lens, num_evict, num_sinks, recent_start = counts.T.contiguous()
+        keep = ops.select_keep(
+            self.score,
+            self.position,
+            block_table,
+            kv_lens,
+            num_evict,
+            num_sinks,
+            recent_start,
+            torch.from_numpy(self.table.column("run_size")[rows]),
+            torch.from_numpy(self.table.column("random")[rows]),
+            torch.from_numpy(self.table.column("noise_key")[rows]),
+            max_kv_len=max(entry.kv_len for entry in entries),
+            impl="cpu",
+        )
+        ops.compact_kv(
+            self.kv_pages,
+            self.score,
+            self.position,
+            block_table,
+            kv_lens,
+            num_evict,
+            keep,
+            layout=self.layout,
+            impl="cpu",
+        )
+        if self.config.poison_freed:
+            self._poison(entries)
+
+    def _poison(self, entries: list[EvictionEntry]) -> None:
+        """Overwrite freed blocks with NaN: whoever still reads them shows it."""
+        freed = [
+            block
+            for entry in entries
+            for block in entry.block_ids[: entry.num_evict // self.block_size]
+        ]
+        blocks = torch.tensor(freed)
+        self.kv_pages.index_fill_(1, blocks, float("nan"))
+        self.score.index_fill_(1, blocks, float("nan"))
+        self.position.index_fill_(1, blocks, -1)
+
+    def kept_positions(self, entry: EvictionEntry) -> list[list[list[int]]]:
+        """Positions a request retains right after an eviction.
+
+        Args:
+            entry: the eviction, already executed.
+
+        Returns:
+            Per layer and KV head, sorted positions.
+        """
+        blocks = entry.block_ids[entry.num_evict // self.block_size :]
+        held = self.position[:, blocks]  # [layers, blocks, kv_heads, block_size]
+        held = held.transpose(1, 2).flatten(2)[..., : entry.kv_len - entry.num_evict]
+        kept: list[list[list[int]]] = held.sort(dim=-1).values.tolist()
+        return kept
+
+
+def _stack_layers(layers: list[Any]) -> torch.Tensor:
+    """One view ``[layers, blocks, kv_heads, block_size, 2 * head_size]`` of all caches.
+
+    vLLM places equal layers at a constant stride in one allocation
+    (``vllm/v1/kv_cache_interface.py``, ``KVCacheTensor``).
+    """
+    caches = [layer.kv_cache for layer in layers]
+    first = caches[0]
+    item = first.element_size()
+    steps = {
+        b.data_ptr() - a.data_ptr() for a, b in zip(caches, caches[1:], strict=False)
+    }
+    same = all(
+        c.shape == first.shape
+        and c.stride() == first.stride()
+        and c.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for c in caches
+    )
+    if len(steps) > 1 or not same or any(step <= 0 or step % item for step in steps):
+        raise RuntimeError(
+            "a KV policy needs all layers' KV caches at one stride in one "
+            f"allocation; found strides {sorted(steps)}"
+        )
+    layer_stride = steps.pop() // item if steps else first.stride(0) * first.shape[0]
+    return first.as_strided(
+        (len(caches), *first.shape),
+        (layer_stride, *first.stride()),
+        first.storage_offset(),
+    )
+
+
+def _layout_of(layers: list[Any]) -> str:
+    layouts = {layer.isa for layer in layers}
+    if len(layouts) != 1 or not layouts <= set(LAYOUTS):
+        raise RuntimeError(
+            f"a KV policy knows the CPU cache layouts {', '.join(LAYOUTS)}; "
+            f"vLLM chose {', '.join(sorted(layouts))}"
+        )
+    layout: str = layouts.pop()
+    return layout
+
+
+def _probe(kv_pages: torch.Tensor, layout: str) -> None:
+    """Write tokens with vLLM's own op and read them back through our views."""
+    _, _, num_kv_heads, block_size, width = kv_pages.shape
+    head_size = width // 2
+    page = page_bytes(num_kv_heads, block_size, head_size, kv_pages.element_size())
+    found = kv_pages.stride(1) * kv_pages.element_size()
+    if found != page:
+        raise RuntimeError(
+            f"KV pages are {found} bytes apart, side data was planned for {page}"
+        )
+
+    def write(
+        key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        pages = cache.view((cache.shape[0], num_kv_heads, 2 * block_size, head_size))
+        key_cache, value_cache = pages.chunk(2, dim=2)
+        compat.cpu_ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, layout
+        )
+
+    probe_layout(
+        write,
+        layout=layout,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=head_size,
+        dtype=kv_pages.dtype,
+    )

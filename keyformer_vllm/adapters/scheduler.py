@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler that decides, from integers alone, how much each request evicts.
+
+It sits in front of vLLM's own scheduler (``vllm/v1/core/sched/scheduler.py``):
+before each step it frees the blocks that running requests no longer need, so
+that the very same step can hand them to others, and attaches to the step's
+output the plan by which workers compact the survivors first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.kv_cache_manager import KeyformerManager
+from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
+from keyformer_vllm.adapters.plan import (
+    PLAN_ATTRIBUTE,
+    EvictionEntry,
+    RequestParams,
+    StepPlan,
+)
+from keyformer_vllm.adapters.requests import resolve_request, resolve_retention
+from keyformer_vllm.config import KeyformerConfig, config_from_additional
+from keyformer_vllm.core.retention import Retention
+
+logger = compat.init_logger(__name__)
+
+
+def make_scheduler(**kwargs: Any) -> Any:
+    """The scheduler for ``--scheduler-cls``: ours over the one vLLM would choose.
+
+    Args:
+        kwargs: what vLLM passes to a scheduler class; handed through.
+    """
+    vllm_config = kwargs["vllm_config"]
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (KeyformerAsyncScheduler if is_async else KeyformerScheduler)(**kwargs)
+
+
+class KeyformerSchedulerMixin:
+    """Evicts before each step; everything else is the scheduler beneath it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = config_from_additional(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        if config is None:
+            raise RuntimeError("this scheduler needs a KV policy; none is configured")
+        self.kv_config: KeyformerConfig = config
+        managers = compat.kv_cache_managers(self)
+        # An import error of a plugin is only logged by vLLM; so is a spec that
+        # lost its manager. Neither may turn into silently full attention.
+        if len(managers) != 1 or type(managers[0]) is not KeyformerManager:
+            raise RuntimeError(
+                "a KV policy needs one KV cache group under KeyformerManager, "
+                f"vLLM made {[type(manager).__name__ for manager in managers]}"
+            )
+        self.kv_manager: KeyformerManager = managers[0]
+        self.retentions: dict[str, Retention] = {}
+        self.request_params: dict[str, RequestParams] = {}
+        self.evicted_blocks: dict[str, int] = {}
+        logger.info(describe_policy(config, self.vllm_config, self.kv_cache_config))  # type: ignore[attr-defined]
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        retention, params = resolve_request(
+            self.kv_config, request, self.kv_manager.block_size
+        )
+        if params.tracked:
+            self.retentions[request.request_id] = retention
+        self.request_params[request.request_id] = params
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        evictions = self._evict_due_requests()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        # A request preempted in this very step lost all its blocks: nothing of
+        # it is left to compact.
+        for request_id in output.preempted_req_ids or ():
+            evictions.pop(request_id, None)
+        new_requests = {
+            new.req_id: self.request_params[new.req_id]
+            for new in output.scheduled_new_reqs
+        }
+        setattr(output, PLAN_ATTRIBUTE, StepPlan(new_requests, evictions))
+        return output
+
+    def _evict_due_requests(self) -> dict[str, EvictionEntry]:
+        """Free blocks of every request past its budget by a block or more."""
+        evictions: dict[str, EvictionEntry] = {}
+        for request in self.running:  # type: ignore[attr-defined]
+            retention = self.retentions.get(request.request_id)
+            # Prompt attention is full. The flag also covers a request that was
+            # preempted and computes its prompt and answer anew.
+            if retention is None or request.is_prefill_chunk:
+                continue
+            request_id = request.request_id
+            first = self.evicted_blocks.get(request_id, 0)
+            eviction = retention.eviction(request.num_computed_tokens, first)
+            if eviction is None:
+                continue
+            held = self.kv_manager.evict_prefix(
+                request_id, first, eviction.evicted_blocks
+            )
+            self.evicted_blocks[request_id] = eviction.evicted_blocks
+            evictions[request_id] = EvictionEntry(
+                block_ids=held,
+                kv_len=eviction.kv_len_before,
+                num_evict=eviction.num_evict,
+                num_sinks=eviction.num_sinks,
+                recent_start=eviction.recent_start,
+                evicted_blocks=eviction.evicted_blocks,
+                budget_tokens=retention.budget_tokens(request.num_computed_tokens),
+            )
+        return evictions
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        self.evicted_blocks.pop(request.request_id, None)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        request_id = request.request_id
+        self.retentions.pop(request_id, None)
+        self.request_params.pop(request_id, None)
+        self.evicted_blocks.pop(request_id, None)
+        return result
+
+
+class KeyformerScheduler(KeyformerSchedulerMixin, compat.Scheduler):  # type: ignore[misc]
+    """Eviction in front of vLLM's synchronous scheduler."""
+
+
+class KeyformerAsyncScheduler(KeyformerSchedulerMixin, compat.AsyncScheduler):  # type: ignore[misc]
+    """Eviction in front of vLLM's asynchronous scheduler."""
+
+
+def describe_policy(
+    config: KeyformerConfig, vllm_config: Any, kv_cache_config: Any
+) -> str:
+    """One line on what is on, and what it costs and gives.
+
+    Args:
+        config: the server's policy.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's KV cache configuration, one group.
+    """
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    assert isinstance(spec, KeyformerSpec), type(spec)
+    block_size = spec.block_size
+    side = spec.page_size_bytes - spec.unpadded_page_size_bytes
+    max_model_len = vllm_config.model_config.max_model_len
+    retention = resolve_retention(config, max_model_len, block_size)
+    usable = kv_cache_config.num_blocks - 1
+    full_blocks = -(-max_model_len // block_size)
+    held_blocks = -(-retention.max_kv_len(max_model_len) // block_size)
+    return (
+        f"KV policy {config.policy}: budget {config.budget} of the "
+        f"{config.budget_base if isinstance(config.budget, float) else 'cache'} "
+        f"(at least {config.min_tokens} tokens), recent window "
+        f"{config.recent_ratio:g} of the budget, {config.sinks} sinks, "
+        f"selecting by {config.select}, noise {config.noise}, score queries "
+        f"{config.score_queries}; block size {block_size}, side data {side} bytes "
+        f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
+        f"steady-state concurrency for {max_model_len}-token prompts "
+        f"{usable / held_blocks:.2f}x, {usable / full_blocks:.2f}x without eviction"
+    )

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU worker that evicts at the head of a step; otherwise vLLM's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from keyformer_vllm import ops
+from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.backend import cpu_backend_override
+from keyformer_vllm.adapters.runtime import WorkerRuntime
+from keyformer_vllm.config import config_from_additional
+
+
+class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
+    """vLLM's CPU worker (``vllm/v1/worker/cpu_worker.py``) with a KV policy."""
+
+    def init_device(self) -> None:
+        # Fail before the model is loaded, not at the first eviction.
+        ops.require_impl("cpu")
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with cpu_backend_override():
+            super().load_model(*args, **kwargs)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        config = config_from_additional(self.vllm_config.additional_config)
+        assert config is not None, "this worker is only used with a KV policy"
+        self.keyformer = WorkerRuntime(
+            config, self.vllm_config, self.model_runner, self.rank
+        )
+        # The legacy Ray executor calls the runner, not the worker; so the hook
+        # sits on the runner's method.
+        runner = self.model_runner
+        runner.execute_model = partial(
+            self.keyformer.execute_model, runner.execute_model
+        )
