@@ -251,7 +251,8 @@ def test_request_overrides_policy_and_budget_only():
 
 
 @pytest.mark.parametrize(
-    "value", [-1, 0, 2, 255, 1.5, INF, NAN, "abc", "", [], [1, 2], {}, None, "x" * 10**6]
+    "value",
+    [-1, 0, 2, 255, 1.5, INF, NAN, "abc", "", [], [1, 2], {}, None, "x" * 10**6],
 )
 def test_request_budget_is_refused_by_name(value):
     with pytest.raises(KVPolicyError) as caught:

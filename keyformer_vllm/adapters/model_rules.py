@@ -141,7 +141,7 @@ def _replaced_class(config: Any) -> str | None:
 
 _OTHER_MODEL = "choose another model or drop --kv-policy"
 
-VLLM_CONFIG_RULES = (
+MODEL_RULES = (
     Rule(
         "pooling",
         _is_model("pooling", lambda model: model.runner_type == "pooling"),
@@ -216,13 +216,6 @@ VLLM_CONFIG_RULES = (
         _OTHER_MODEL,
     ),
     Rule(
-        "non-causal",
-        lambda config: setting_if(
-            config.attention_config.use_non_causal, "--attention-config.use_non_causal"
-        ),
-        "scores are taken over causal rows",
-    ),
-    Rule(
         "dual chunk attention",
         _is_model(
             "dual chunk attention",
@@ -251,6 +244,16 @@ VLLM_CONFIG_RULES = (
         ),
         "the cache of a session outlives its prompt",
         _OTHER_MODEL,
+    ),
+)
+
+OUTCOME_RULES = (
+    Rule(
+        "non-causal",
+        lambda config: setting_if(
+            config.attention_config.use_non_causal, "--attention-config.use_non_causal"
+        ),
+        "scores are taken over causal rows",
     ),
     Rule(
         "speculative decoding",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.adapters.model_rules import VLLM_CONFIG_RULES
+from keyformer_vllm.adapters.model_rules import MODEL_RULES, OUTCOME_RULES
 from keyformer_vllm.adapters.rules import ENGINE_ARGS_RULES, ENVIRONMENT_RULES, Rule
 from keyformer_vllm.config import KVPolicyError
 
@@ -49,7 +49,9 @@ def check_vllm_config(policy: str, vllm_config: Any) -> None:
     Raises:
         KVPolicyError: one line for each violated rule.
     """
-    _refuse(policy, VLLM_CONFIG_RULES, vllm_config)
+    # What a refused model made of the settings would only be noise.
+    _refuse(policy, MODEL_RULES, vllm_config)
+    _refuse(policy, OUTCOME_RULES, vllm_config)
 
 
 def _refuse(policy: str, rules: Sequence[Rule], subject: Any) -> None:
