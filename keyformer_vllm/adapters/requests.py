@@ -10,9 +10,7 @@ from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.core.noise import NO_NOISE, request_noise_key
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
-
-RUN_SIZE = 16
-"""Positions in a run of ``--kv-select block``, the size whose quality was measured."""
+from keyformer_vllm.core.selection import RUN_SIZE
 
 
 def resolve_retention(
