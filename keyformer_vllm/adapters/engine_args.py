@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keyformer_vllm.adapters import compat, request_validation, validation
+from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
     FLAGS,
@@ -60,6 +61,7 @@ def add_flags(parser: Any) -> None:
             flag.option,
             dest=flag.dest,
             default=None,
+            action=_PolicyAction if flag.setting == "policy" else "store",
             type=functools.partial(_read_flag, flag),
             metavar=flag.metavar,
             # Printed with precision 0: keeps vLLM's help formatter from adding
@@ -121,7 +123,7 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
             if key != ADDITIONAL_CONFIG_KEY
         }
         return None
-    validation.check_engine_args(config, engine_args)
+    validation.check_engine_args(config.policy, engine_args)
     if engine_args.enable_prefix_caching is None:
         compat.plugin_logger(__name__).warning(
             "--kv-policy %s turns prefix caching off: eviction rewrites the blocks "
@@ -129,8 +131,8 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
             config.policy,
         )
     engine_args.enable_prefix_caching = False
-    engine_args.scheduler_cls = validation.SCHEDULER
-    engine_args.worker_cls = validation.WORKERS[compat.current_platform().device_type]
+    engine_args.scheduler_cls = SCHEDULER
+    engine_args.worker_cls = WORKERS[compat.current_platform().device_type]
     engine_args.additional_config = {
         **additional,
         ADDITIONAL_CONFIG_KEY: config.to_mapping(),
@@ -156,7 +158,7 @@ def _wrap_from_cli(stock: Callable[..., Any]) -> Callable[..., Any]:
         given = {flag.dest: getattr(args, flag.dest, None) for flag in FLAGS}
         settings = settings_from_flags(given)
         if settings is not None:
-            with _exit_if_refused(engine_args):
+            with _exit_if_refused(from_cli=True):
                 fold_flags(engine_args, settings)
         return engine_args
 
@@ -167,20 +169,40 @@ def _wrap_create(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         request_validation.install()
-        with _exit_if_refused(self):
+        from_cli = getattr(self, _FROM_CLI, False)
+        with _exit_if_refused(from_cli):
             config = prepare(self)
         vllm_config = stock(self, *args, **kwargs)
         if config is not None:
-            with _exit_if_refused(self):
-                validation.check_vllm_config(config, vllm_config)
+            with _exit_if_refused(from_cli):
+                validation.check_vllm_config(config.policy, vllm_config)
         return vllm_config
 
     setattr(create_engine_config, _WRAPPED, True)
     return create_engine_config
 
 
+class _PolicyAction(argparse.Action):
+    """Stores the policy; refuses an environment that would fail before our wraps.
+
+    ``vllm serve`` chooses its front end before it builds the engine's arguments.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values != "full":
+            with _exit_if_refused(from_cli=True):
+                validation.check_environment(values)
+        setattr(namespace, self.dest, values)
+
+
 @contextlib.contextmanager
-def _exit_if_refused(engine_args: Any) -> Iterator[None]:
+def _exit_if_refused(from_cli: bool) -> Iterator[None]:
     """On a command line, turn a refusal into its lines on stderr and an exit.
 
     Nobody reads a traceback through an event loop for a flag mistyped. Callers of
@@ -189,7 +211,7 @@ def _exit_if_refused(engine_args: Any) -> Iterator[None]:
     try:
         yield
     except KVPolicyError as error:
-        if not getattr(engine_args, _FROM_CLI, False):
+        if not from_cli:
             raise
         for line in str(error).splitlines():
             print(f"keyformer: error: {line}", file=sys.stderr, flush=True)

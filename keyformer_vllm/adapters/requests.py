@@ -10,9 +10,7 @@ from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.core.noise import NO_NOISE, request_noise_key
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
-
-RUN_SIZE = 16
-"""Positions in a run of ``--kv-select block``, the size whose quality was measured."""
+from keyformer_vllm.core.selection import RUN_SIZE
 
 
 def resolve_retention(
@@ -55,9 +53,10 @@ def resolve_request(
     policy = get_policy(config.policy)
     num_prompt_tokens = request.num_prompt_tokens
     retention = resolve_retention(config, num_prompt_tokens, block_size)
-    # The last token sampled is never written to the cache.
-    longest = num_prompt_tokens + request.max_tokens - 1
-    tracked = not retention.never_evicts(longest)
+    # Evictions come at the head of a step after the prompt. The last step starts
+    # with this many tokens: one more is written in it, and one only sampled.
+    at_last_head = num_prompt_tokens + request.max_tokens - 2
+    tracked = request.max_tokens > 1 and not retention.never_evicts(at_last_head)
     noisy = policy.uses_noise and config.noise == "gumbel"
     keyed = noisy or policy.random_rank
     last_queries = config.num_score_queries
