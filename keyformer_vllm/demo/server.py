@@ -156,7 +156,7 @@ def is_group_alive(group: int) -> bool:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turns signals that end a program into exceptions, so that context managers unwind.
+    """Turns signals that end a program into exceptions: context managers unwind.
 
     SIGINT too: a shell starts background jobs with it ignored, and Python then leaves
     it ignored.
