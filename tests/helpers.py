@@ -58,9 +58,7 @@ class PagedBatch:
         block, offset = divmod_tensor(self.slots(request), self.spec.block_size)
         return tensor[:, block, :, offset].permute(1, 2, 0)
 
-    def set_side(
-        self, tensor: torch.Tensor, request: int, value: torch.Tensor
-    ) -> None:
+    def set_side(self, tensor: torch.Tensor, request: int, value: torch.Tensor) -> None:
         block, offset = divmod_tensor(self.slots(request), self.spec.block_size)
         tensor[:, block, :, offset] = value.permute(2, 0, 1).to(tensor.dtype)
 

@@ -210,7 +210,9 @@ def test_survivors_are_the_same_tokens_as_before(any_impl):
             for head in range(spec.num_kv_heads):
                 kept = keep[layer, request, head, :kv_len]
                 want = before[request][:, layer, head, kept]
-                got = torch.stack((position[layer, head], score[layer, head]))[:, front:]
+                got = torch.stack((position[layer, head], score[layer, head]))[
+                    :, front:
+                ]
                 assert sorted(map(tuple, want.T.tolist())) == sorted(
                     map(tuple, got.T.tolist())
                 )
@@ -227,7 +229,7 @@ def test_a_wrong_number_of_survivors_moves_nothing(extra, any_impl):
     keep = torch.zeros(1, 1, 1, 64, dtype=torch.bool)
     keep[..., : 32 + extra] = True
     before = batch.raw.clone()
-    with pytest.raises((RuntimeError, ValueError), match="^keep: number of survivors"):
+    with pytest.raises(ValueError, match="^keep: number of survivors"):
         compact(batch, keep, torch.tensor([32]).int(), any_impl)
     assert torch.equal(batch.raw, before)
 
@@ -249,9 +251,7 @@ def test_offsets_beyond_32_bits(impl):
     slots = torch.cat([torch.arange(bs) + int(block) * bs for block in table[0]])
     kv_cache[0, table[0].long()] = torch.randn(2, heads, bs, width).to(bf16)
     kv_lens = torch.tensor([2 * bs], dtype=torch.int32)
-    ops.reset_slots(
-        score[0], position[0], slots, torch.arange(2 * bs) + 50, impl=impl
-    )
+    ops.reset_slots(score[0], position[0], slots, torch.arange(2 * bs) + 50, impl=impl)
     query = torch.randn(1, heads, size).to(bf16)
     ops.score_keys(
         query,

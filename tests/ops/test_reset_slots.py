@@ -20,9 +20,7 @@ def test_only_written_slots_change(num_tokens, any_impl, num_threads):
         if slot >= 0:
             score[0, slot // 32, :, slot % 32] = 0.0
             position[0, slot // 32, :, slot % 32] = value
-    ops.reset_slots(
-        batch.score[0], batch.position[0], slots, positions, impl=any_impl
-    )
+    ops.reset_slots(batch.score[0], batch.position[0], slots, positions, impl=any_impl)
     assert torch.equal(batch.score, score) and torch.equal(batch.position, position)
     # K, V and the padding of the pages: put the side data back and compare all.
     batch.score.fill_(2.5)
@@ -44,6 +42,4 @@ def test_only_written_slots_change(num_tokens, any_impl, num_threads):
 def test_bad_arguments_are_named(name, slots, positions):
     batch = make_batch(BatchSpec())
     with pytest.raises(ValueError, match=f"^{name}:"):
-        ops.reset_slots(
-            batch.score[0], batch.position[0], slots, positions, impl="cpu"
-        )
+        ops.reset_slots(batch.score[0], batch.position[0], slots, positions, impl="cpu")
