@@ -32,7 +32,8 @@ help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
 		sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(STAMP)-tools $(STAMP)-native $(MODEL)/config.json  ## prepare everything that demo, test and lint need
+setup: $(STAMP)-native $(STAMP)-model-deps  ## prepare everything that demo, test and lint need
+	@$(MAKE) --silent --no-print-directory --jobs=2 $(STAMP)-tools $(MODEL)/config.json
 
 demo: $(STAMP)-native $(MODEL)/config.json  ## serve a real model with eviction on and ask it about a real article
 	@$(PY) -m keyformer_vllm demo --model $(MODEL)

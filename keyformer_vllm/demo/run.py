@@ -72,7 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=300.0,
+        default=600.0,
         help="seconds to wait for the server (default: %(default)s)",
     )
 
