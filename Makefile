@@ -13,6 +13,8 @@ export PYTHON VENV
 
 # Two OpenMP threads on a small shared machine can be slower than one: barriers spin.
 OMP_NUM_THREADS ?= 1
+# Test files run side by side; each starts its own engines, about 2 GiB at a time.
+TEST_WORKERS ?= 2
 VLLM_CPU_KVCACHE_SPACE ?= 1
 export OMP_NUM_THREADS VLLM_CPU_KVCACHE_SPACE
 export VLLM_NO_USAGE_STATS := 1
@@ -36,7 +38,7 @@ demo: $(STAMP)-native $(MODEL)/config.json  ## serve a real model with eviction 
 	@$(PY) -m keyformer_vllm demo --model $(MODEL)
 
 test: setup  ## run the whole test suite
-	@$(PY) -m pytest tests $(PYTEST_ARGS)
+	@$(PY) -m pytest tests -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-fast: $(STAMP)-tools $(STAMP)-native  ## run the tests that load no model and start no engine
 	@$(PY) -m pytest tests -m "not slow" $(PYTEST_ARGS)

@@ -17,6 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from keyformer_vllm.core.policies import POLICIES
+from keyformer_vllm.core.retention import BudgetBase
+
 ADDITIONAL_CONFIG_KEY = "keyformer"
 """The key of ours inside vLLM's ``additional_config``."""
 
@@ -26,15 +29,7 @@ REQUEST_PREFIX = "kv_"
 VLLM_REQUEST_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 """Keys with that prefix that vLLM itself puts there (``vllm/v1/request.py``)."""
 
-POLICY_NAMES = (
-    "full",
-    "keyformer",
-    "h2o",
-    "streaming",
-    "window",
-    "key-only",
-    "random",
-)
+POLICY_NAMES = tuple(POLICIES)
 BUDGET_BASES = ("prompt", "sequence")
 NOISES = ("gumbel", "none")
 SELECTIONS = ("token", "block")
@@ -86,7 +81,7 @@ class KeyformerConfig:
     policy: str
     budget: float | int = 0.5
     min_tokens: int = 256
-    budget_base: str = "prompt"
+    budget_base: BudgetBase = "prompt"
     recent_ratio: float = 0.2
     sinks: int = 4
     tau_init: float = 1.0

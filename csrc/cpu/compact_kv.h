@@ -59,9 +59,7 @@ void move_vec(const PagedCache& cache, const Move& move) {
 inline void move_amx(const PagedCache& cache, const Move& move) {
   const int64_t head_size = cache.head_size;
   const int64_t block_size = cache.block_size;
-  const auto key_offset = [head_size](int64_t t) {
-    return t / 16 * 16 * head_size + t % 16 * 2;
-  };
+  const auto key_offset = [head_size](int64_t t) { return t / 16 * 16 * head_size + t % 16 * 2; };
   const uint16_t* source = reinterpret_cast<const uint16_t*>(move.source);
   uint16_t* target = reinterpret_cast<uint16_t*>(move.target);
   const uint16_t* source_key = source + key_offset(move.source_token);
@@ -102,8 +100,7 @@ inline bool compact_one(const CompactKvArgs& args, int64_t layer, int64_t reques
   const int64_t num_evict = args.num_evict[request];
   const uint8_t* keep =
       args.keep +
-      ((layer * args.requests.num_reqs + request) * cache.num_kv_heads + kv_head) *
-          args.max_kv_len;
+      ((layer * args.requests.num_reqs + request) * cache.num_kv_heads + kv_head) * args.max_kv_len;
   const auto kept = [](uint8_t flag) { return flag != 0; };
   if (std::count_if(keep, keep + kv_len, kept) != kv_len - num_evict) return false;
   const int32_t* block_table =
@@ -120,9 +117,9 @@ inline bool compact_one(const CompactKvArgs& args, int64_t layer, int64_t reques
     ++hole;
     const int64_t source_offset = head_offset + source_block * cache.block_stride;
     const int64_t target_offset = head_offset + target_block * cache.block_stride;
-    move_token(cache, {cache.data + source_offset * cache.element_size,
-                       cache.data + target_offset * cache.element_size, source_token,
-                       target_token});
+    move_token(cache,
+               {cache.data + source_offset * cache.element_size,
+                cache.data + target_offset * cache.element_size, source_token, target_token});
     args.score.at(layer, target_block, kv_head)[target_token] =
         args.score.at(layer, source_block, kv_head)[source_token];
     args.position.at(layer, target_block, kv_head)[target_token] =

@@ -44,8 +44,8 @@ inline VecF ln_fixed(VecF x) {
   return p + q;
 }
 
-// Exponential(1) draws of one query row for the keys at `positions`.
-inline VecF draw_exponential(RowKey row, const int32_t* positions) {
+// Uniform draws of one query row for the keys at `positions`.
+inline VecF draw_uniform(RowKey row, const int32_t* positions) {
   VecU x = row.a + load<VecU>(positions) * kGolden;
   x ^= x >> 16;
   x *= kMixA;
@@ -54,12 +54,24 @@ inline VecF draw_exponential(RowKey row, const int32_t* positions) {
   x *= kMixB;
   x ^= x >> 16;
   const VecI odd = bit_cast<VecI>(((x >> 9) << 1) + 1u);
-  const VecF uniform = __builtin_convertvector(odd, VecF) * 0x1p-24f;
-  return -ln_fixed(uniform);
+  return __builtin_convertvector(odd, VecF) * 0x1p-24f;
 }
 
-// Standard Gumbel noise from an exponential draw.
-inline VecF gumbel_from_exponential(VecF exponential) { return -ln_fixed(exponential); }
+// Noise is drawn in short passes over a stretch of keys that stays in the L1 cache. One pass per
+// step keeps the dependency chains short: a single loop over hash, logarithm and exponential runs
+// at half the speed, because the CPU's reorder window holds too few of its iterations.
+constexpr int64_t kNoiseStretch = 256;
+
+// Exponential(1) draws, or standard Gumbel noise, for `count` keys, whole vectors, at most
+// kNoiseStretch.
+template <bool kGumbel>
+inline void draw_noise(RowKey row, const int32_t* positions, int64_t count, float* noise) {
+  for (int64_t j = 0; j < count; j += kLanes) store(noise + j, draw_uniform(row, positions + j));
+  for (int64_t j = 0; j < count; j += kLanes) store(noise + j, -ln_fixed(load<VecF>(noise + j)));
+  if constexpr (kGumbel) {
+    for (int64_t j = 0; j < count; j += kLanes) store(noise + j, -ln_fixed(load<VecF>(noise + j)));
+  }
+}
 
 }  // namespace
 }  // namespace keyformer::KEYFORMER_ISA

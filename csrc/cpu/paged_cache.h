@@ -16,7 +16,8 @@ enum class Layout : int32_t { kVec = 0, kAmx = 1 };
 constexpr int64_t kKeyChunk = 32;
 
 // One attention layer stack: [num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size].
-// Inside one (layer, block, head) the first half holds K and the second half V. Strides in elements.
+// Inside one (layer, block, head) the first half holds K and the second half V. Strides in
+// elements.
 struct PagedCache {
   char* data;
   int64_t element_size;  // bytes

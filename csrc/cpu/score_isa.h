@@ -41,7 +41,8 @@ struct IsaKernels {
   void (*compute_tile)(const ScoreTile& tile);
   // Adds the rows of a computed tile, in order, to the scores of this KV head.
   void (*add_tile)(const ScoreTile& tile, float* score, int64_t score_block_stride);
-  // Noise of one row for positions [num_keys, padded to whole chunks]: gumbel, or exponential draws.
+  // Noise of one row for positions [num_keys, padded to whole chunks]: gumbel, or exponential
+  // draws.
   void (*fill_noise)(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel,
                      float* noise);
 };

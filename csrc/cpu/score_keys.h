@@ -105,8 +105,7 @@ inline void make_plan(const ScoreKeysArgs& args, Plan* plan) {
     plan->max_keys = std::max(plan->max_keys, item.row_stride);
     plan->requests.push_back(item);
   }
-  const int64_t num_turns =
-      static_cast<int64_t>(plan->requests.size()) * args.cache.num_kv_heads;
+  const int64_t num_turns = static_cast<int64_t>(plan->requests.size()) * args.cache.num_kv_heads;
   if (num_turns > plan->num_turns) {
     plan->turns = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(num_turns));
     plan->num_turns = num_turns;
@@ -145,8 +144,7 @@ class Worker {
     const RequestPlan& item = *--found;
     const int64_t kv_head = (task - item.first_task) / item.num_tiles;
     const int64_t tile_index = (task - item.first_task) % item.num_tiles;
-    const int64_t unit =
-        (found - plan_.requests.begin()) * args_.cache.num_kv_heads + kv_head;
+    const int64_t unit = (found - plan_.requests.begin()) * args_.cache.num_kv_heads + kv_head;
 
     const ScoreTile tile = load_tile(item, kv_head, tile_index);
     kernels_.compute_tile(tile);
@@ -180,8 +178,7 @@ class Worker {
         const int64_t offset =
             tokens[r] * args_.query_token_stride + query_head * args_.query_head_stride;
         kernels_.widen(args_.query + offset * cache.element_size, args_.element_type,
-                       cache.head_size,
-                       scratch_.query.data() + (r * group + h) * cache.head_size);
+                       cache.head_size, scratch_.query.data() + (r * group + h) * cache.head_size);
         if (noise_key == 0) continue;
         scratch_.row_keys.data()[r * group + h] =
             make_row_key(noise_key, args_.layer_index, args_.first_query_head + query_head,
@@ -214,7 +211,7 @@ class Worker {
     tile.visible = scratch_.visible.data();
     tile.tau = scratch_.tau.data();
     tile.row_keys = noise_key != 0 ? scratch_.row_keys.data() : nullptr;
-    tile.positions = scratch_.positions.data();
+    tile.positions = noise_key != 0 ? scratch_.positions.data() : nullptr;
     tile.weights = scratch_.weights.data();
     tile.row_stride = item.row_stride;
     tile.panel = scratch_.panel.data();

@@ -111,11 +111,20 @@ using MultiplyPanel = void (*)(const float*, int64_t, const float*, int64_t, flo
 
 // multiply_panel by number of rows; a tile never asks for 0 of them.
 constexpr MultiplyPanel kMultiplyPanel[] = {
-    nullptr,           multiply_panel<1>, multiply_panel<2>, multiply_panel<3>, multiply_panel<4>,
-    multiply_panel<5>, multiply_panel<6>,
+    nullptr,
+    multiply_panel<1>,
+    multiply_panel<2>,
+    multiply_panel<3>,
+    multiply_panel<4>,
+    multiply_panel<5>,
+    multiply_panel<6>,
 #if defined(__AVX512F__)
-    multiply_panel<7>, multiply_panel<8>, multiply_panel<9>, multiply_panel<10>,
-    multiply_panel<11>, multiply_panel<12>,
+    multiply_panel<7>,
+    multiply_panel<8>,
+    multiply_panel<9>,
+    multiply_panel<10>,
+    multiply_panel<11>,
+    multiply_panel<12>,
 #endif
 };
 static_assert(sizeof(kMultiplyPanel) / sizeof(kMultiplyPanel[0]) == kTileRows + 1,
@@ -152,27 +161,38 @@ inline float row_max(const float* row, int64_t num_keys) {
   return max_lane(largest);
 }
 
+// Calls `step(j, noise of keys j ..)` for every vector of a row's keys.
+template <bool kGumbel, typename Step>
+inline void for_each_with_noise(int64_t num_keys, RowKey key, const int32_t* positions,
+                                const Step& step) {
+  alignas(kVectorBytes) float noise[kNoiseStretch];
+  for (int64_t start = 0; start < num_keys; start += kNoiseStretch) {
+    const int64_t left = num_keys - start;
+    const int64_t count = left < kNoiseStretch ? left : kNoiseStretch;
+    draw_noise<kGumbel>(key, positions + start, count, noise);
+    for (int64_t j = 0; j < count; j += kLanes) step(start + j, load<VecF>(noise + j));
+  }
+}
+
 // Turns the logits of one (row, head) into unnormalised weights and returns their sum. Logits
-// beyond the visible keys are -inf, which makes their weight exactly 0.
-template <bool kNoise>
+// beyond the visible keys are -inf, which makes their weight exactly 0. `num_keys` is whole
+// vectors; `positions` is nullptr for a row without noise.
 float weigh_row(float* row, int64_t num_keys, float tau, RowKey key, const int32_t* positions) {
   VecF sum = {};
-  if (tau == 1.0f) {
+  if (tau == 1.0f && positions != nullptr) {
     // exp(x + g) = exp(x) / E: one logarithm instead of two.
     const float largest = row_max(row, num_keys);
-    for (int64_t j = 0; j < num_keys; j += kLanes) {
-      VecF weight = exp_nonpositive(load<VecF>(row + j) - largest);
-      if constexpr (kNoise) weight = weight / draw_exponential(key, positions + j);
+    for_each_with_noise<false>(num_keys, key, positions, [&](int64_t j, VecF exponential) {
+      const VecF weight = exp_nonpositive(load<VecF>(row + j) - largest) / exponential;
       store(row + j, weight);
       sum += weight;
-    }
+    });
     return sum_lanes(sum);
   }
-  if constexpr (kNoise) {
-    for (int64_t j = 0; j < num_keys; j += kLanes) {
-      const VecF noise = gumbel_from_exponential(draw_exponential(key, positions + j));
-      store(row + j, load<VecF>(row + j) + noise);
-    }
+  if (positions != nullptr) {
+    for_each_with_noise<true>(num_keys, key, positions, [&](int64_t j, VecF gumbel) {
+      store(row + j, load<VecF>(row + j) + gumbel);
+    });
   }
   const float largest = row_max(row, num_keys);
   const float inverse_tau = 1.0f / tau;
@@ -194,11 +214,9 @@ void compute_tile(const ScoreTile& tile) {
     for (int64_t h = 0; h < tile.num_heads; ++h) {
       float* row = weights + h * tile.row_stride;
       for (int64_t j = visible; j < padded; ++j) row[j] = -INFINITY;
-      const float sum =
-          tile.row_keys != nullptr
-              ? weigh_row<true>(row, padded, tile.tau[r], tile.row_keys[r * tile.num_heads + h],
-                                tile.positions)
-              : weigh_row<false>(row, padded, tile.tau[r], RowKey{}, nullptr);
+      const RowKey key =
+          tile.row_keys != nullptr ? tile.row_keys[r * tile.num_heads + h] : RowKey{};
+      const float sum = weigh_row(row, padded, tile.tau[r], key, tile.positions);
       const float inverse_sum = 1.0f / sum;
       for (int64_t j = 0; j < padded; j += kLanes) {
         VecF share = load<VecF>(row + j) * inverse_sum;
@@ -231,9 +249,11 @@ void add_tile(const ScoreTile& tile, float* score, int64_t score_block_stride) {
 }
 
 void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel, float* noise) {
-  for (int64_t j = 0; j < num_keys; j += kLanes) {
-    const VecF exponential = draw_exponential(row, positions + j);
-    store(noise + j, gumbel ? gumbel_from_exponential(exponential) : exponential);
+  for (int64_t j = 0; j < num_keys; j += kNoiseStretch) {
+    const int64_t left = round_up(num_keys - j, kLanes);
+    const int64_t count = left < kNoiseStretch ? left : kNoiseStretch;
+    gumbel ? draw_noise<true>(row, positions + j, count, noise + j)
+           : draw_noise<false>(row, positions + j, count, noise + j);
   }
 }
 
@@ -243,8 +263,8 @@ void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gum
 #define KEYFORMER_STRINGIZE(x) KEYFORMER_STRINGIZE_(x)
 
 const IsaKernels& kernels() {
-  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen,
-                                          compute_tile, add_tile, fill_noise};
+  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen, compute_tile,
+                                          add_tile, fill_noise};
   return kKernels;
 }
 

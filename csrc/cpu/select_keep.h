@@ -28,6 +28,8 @@ struct SelectKeepArgs {
   const int32_t* run_size;      // [num_reqs]: 1, or tokens ranked together
   const uint8_t* random;        // [num_reqs]: rank by noise instead of score
   const int64_t* noise_keys;    // [num_reqs]
+  int64_t first_layer;          // in the whole model, for the random draws
+  int64_t first_kv_head;
   int64_t max_kv_len;
   uint8_t* keep;  // [num_layers, num_reqs, num_kv_heads, max_kv_len], zeroed
 };
@@ -108,8 +110,9 @@ inline void keep_best_runs(WorkerScratch& scratch, int64_t count, int32_t run_si
 inline bool select_one(const SelectKeepArgs& args, int64_t layer, int64_t request, int64_t kv_head,
                        WorkerScratch& scratch) {
   const int64_t kv_len = args.requests.kv_lens[request];
-  uint8_t* keep = args.keep + ((layer * args.requests.num_reqs + request) * args.num_kv_heads +
-                               kv_head) * args.max_kv_len;
+  uint8_t* keep =
+      args.keep +
+      ((layer * args.requests.num_reqs + request) * args.num_kv_heads + kv_head) * args.max_kv_len;
   if (args.num_evict[request] == 0) {
     std::fill_n(keep, kv_len, uint8_t{1});
     return true;
@@ -131,9 +134,9 @@ inline bool select_one(const SelectKeepArgs& args, int64_t layer, int64_t reques
       }
       const float value =
           args.random[request]
-              ? draw_uniform(
-                    make_row_key(args.noise_keys[request], layer, kv_head, position[i]),
-                    position[i])
+              ? draw_uniform(make_row_key(args.noise_keys[request], args.first_layer + layer,
+                                          args.first_kv_head + kv_head, position[i]),
+                             position[i])
               : score[i];
       scratch.candidates.push_back({position[i], value, start + i});
     }
@@ -160,8 +163,7 @@ inline void select_keep(const SelectKeepArgs& args, const ThreadPool& pool) {
                 "num_evict: outside [0, kv_len]", request, args.num_evict[request]);
     check_value(args.run_size[request] >= 1, "run_size: must be at least 1", request,
                 args.run_size[request]);
-    check_blocks(args.requests, request, kv_len, args.max_blocks, args.block_size,
-                 args.num_blocks);
+    check_blocks(args.requests, request, kv_len, args.max_blocks, args.block_size, args.num_blocks);
   }
   std::atomic<int64_t> failed_request{-1};
   run_tasks(pool, args.num_layers * num_reqs * args.num_kv_heads, [&] {

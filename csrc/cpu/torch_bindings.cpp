@@ -141,8 +141,8 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
   args.query_head_stride = query.stride(1);
   args.num_tokens = query.size(0);
   args.num_query_heads = query.size(1);
-  STD_TORCH_CHECK(args.num_query_heads % args.cache.num_kv_heads == 0, "query: ",
-                  args.num_query_heads, " query heads do not divide among ",
+  STD_TORCH_CHECK(args.num_query_heads % args.cache.num_kv_heads == 0,
+                  "query: ", args.num_query_heads, " query heads do not divide among ",
                   args.cache.num_kv_heads, " KV heads");
   args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
   check_side_size("score", score, kv_cache);
@@ -181,7 +181,8 @@ void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot
 Tensor select_keep(const Tensor& score, const Tensor& position, const Tensor& block_table,
                    const Tensor& kv_lens, const Tensor& num_evict, const Tensor& num_sinks,
                    const Tensor& recent_start, const Tensor& run_size, const Tensor& random,
-                   const Tensor& noise_keys, int64_t max_kv_len) {
+                   const Tensor& noise_keys, int64_t max_kv_len, int64_t first_layer,
+                   int64_t first_kv_head) {
   keyformer::SelectKeepArgs args{};
   args.score = side_view<const float>("score", score, ScalarType::Float, 1, nullptr);
   args.position = side_view<const int32_t>("position", position, ScalarType::Int, 1, &score);
@@ -202,6 +203,8 @@ Tensor select_keep(const Tensor& score, const Tensor& position, const Tensor& bl
                   static_cast<int>(flag));
   args.random = vector_data<uint8_t>("random", random, flag, num_reqs);
   args.noise_keys = vector_data<int64_t>("noise_keys", noise_keys, ScalarType::Long, num_reqs);
+  args.first_layer = first_layer;
+  args.first_kv_head = first_kv_head;
   args.max_kv_len = max_kv_len;
   STD_TORCH_CHECK(max_kv_len >= 0, "max_kv_len: must not be negative, got ", max_kv_len);
   const std::vector<int64_t> size = {args.num_layers, num_reqs, args.num_kv_heads, max_kv_len};
@@ -237,16 +240,14 @@ void compact_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& posit
 Tensor draw_noise(const Tensor& positions, int64_t noise_key, int64_t layer, int64_t query_head,
                   int64_t query_position, bool gumbel) {
   const int64_t num_keys = positions.numel();
-  const int32_t* source =
-      vector_data<int32_t>("positions", positions, ScalarType::Int, num_keys);
+  const int32_t* source = vector_data<int32_t>("positions", positions, ScalarType::Int, num_keys);
   const int64_t padded =
       (num_keys + keyformer::kKeyChunk - 1) / keyformer::kKeyChunk * keyformer::kKeyChunk;
   std::vector<int32_t> keys(source, source + num_keys);
   keys.resize(padded);
   std::vector<float> noise(padded);
-  active_kernels().fill_noise(
-      keyformer::make_row_key(noise_key, layer, query_head, query_position), keys.data(), num_keys,
-      gumbel, noise.data());
+  active_kernels().fill_noise(keyformer::make_row_key(noise_key, layer, query_head, query_position),
+                              keys.data(), num_keys, gumbel, noise.data());
   const std::vector<int64_t> size = {num_keys};
   Tensor result = torch::stable::new_empty(positions, size, ScalarType::Float);
   std::copy_n(noise.data(), num_keys, static_cast<float*>(result.data_ptr()));
@@ -278,7 +279,7 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
   m.def(
       "select_keep(Tensor score, Tensor position, Tensor block_table, Tensor kv_lens, "
       "Tensor num_evict, Tensor num_sinks, Tensor recent_start, Tensor run_size, Tensor random, "
-      "Tensor noise_keys, int max_kv_len) -> Tensor");
+      "Tensor noise_keys, int max_kv_len, int first_layer, int first_kv_head) -> Tensor");
   m.def(
       "compact_kv(Tensor(a!) kv_cache, Tensor(b!) score, Tensor(c!) position, Tensor block_table, "
       "Tensor kv_lens, Tensor num_evict, Tensor keep, int layout) -> ()");
@@ -307,7 +308,7 @@ STABLE_TORCH_LIBRARY_IMPL(keyformer, CompositeExplicitAutograd, m) {
 
 // Importing the module registers the operators; it holds nothing itself.
 extern "C" PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                                   nullptr,               nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }

@@ -53,9 +53,10 @@ def resolve_request(
     policy = get_policy(config.policy)
     num_prompt_tokens = request.num_prompt_tokens
     retention = resolve_retention(config, num_prompt_tokens, block_size)
-    # The last token sampled is never written to the cache.
-    longest = num_prompt_tokens + request.max_tokens - 1
-    tracked = not retention.never_evicts(longest)
+    # Evictions come at the head of a step after the prompt. The last step starts
+    # with this many tokens: one more is written in it, and one only sampled.
+    at_last_head = num_prompt_tokens + request.max_tokens - 2
+    tracked = request.max_tokens > 1 and not retention.never_evicts(at_last_head)
     noisy = policy.uses_noise and config.noise == "gumbel"
     keyed = noisy or policy.random_rank
     last_queries = config.num_score_queries

@@ -60,8 +60,12 @@ class WorkerRuntime:
         self.score, self.position = side_views(self.kv_pages)
         self.layout = _layout_of(list(layers.values()))
         _probe(self.kv_pages, self.layout)
-        rank_heads = next(iter(layers.values())).impl.num_heads
-        first_query_head = compat.get_tensor_model_parallel_rank() * rank_heads
+        first_impl = next(iter(layers.values())).impl
+        tp_rank = compat.get_tensor_model_parallel_rank()
+        first_query_head = tp_rank * first_impl.num_heads
+        # Ranks beyond the number of KV heads hold replicas of them.
+        self.first_kv_head = first_query_head // first_impl.num_queries_per_kv
+        self.first_layer = compat.extract_layer_index(next(iter(layers)))
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
@@ -100,9 +104,12 @@ class WorkerRuntime:
         finally:
             self.in_step = False
 
-    @torch.inference_mode()
     def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
         """Select and compact all layers and heads of all due requests."""
+        with torch.inference_mode():
+            self._evict_entries(evictions)
+
+    def _evict_entries(self, evictions: dict[str, EvictionEntry]) -> None:
         entries = list(evictions.values())
         rows = self.table.rows_of(list(evictions))
         width = max(len(entry.block_ids) for entry in entries)
@@ -127,6 +134,8 @@ class WorkerRuntime:
             torch.from_numpy(self.table.column("random")[rows]),
             torch.from_numpy(self.table.column("noise_key")[rows]),
             max_kv_len=max(entry.kv_len for entry in entries),
+            first_layer=self.first_layer,
+            first_kv_head=self.first_kv_head,
             impl="cpu",
         )
         ops.compact_kv(

@@ -248,22 +248,19 @@ class OracleLayer:
 
     def _select(self, eviction: Eviction) -> torch.Tensor:
         """Choose what stays: bool [num_kv_heads, kv_len], equal counts per head."""
-        rank, num_keep = self._rank(), eviction.kv_len
-        recent_start = eviction.recent_start
-        valid = None
+        valid, num_keep = None, eviction.kv_len
         if self.request.frozen_key_set:
             # The reference masks one more token than it has scores for: the one at
             # recent_start is neither recent nor a candidate.
-            assert recent_start < self.num_tokens, "needs a recent window"
-            valid = self.position != recent_start
-            recent_start += 1
+            assert eviction.recent_start < self.num_tokens, "needs a recent window"
+            valid = self.position != eviction.recent_start
             num_keep -= 1
         keep = select_kept(
-            rank,
+            self._rank(),
             self.position,
             num_keep,
             eviction.num_sinks,
-            recent_start,
+            eviction.recent_start,
             run_size=self.request.run_size,
             valid=valid,
         )

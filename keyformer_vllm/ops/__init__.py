@@ -6,6 +6,7 @@ falls back on its own. Block tables and lengths are physical: the blocks freed s
 are already shifted out, and a `slot` of a request counts from its first block held.
 """
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -25,13 +26,13 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def require_impl(impl: str) -> None:
-    """Check that an implementation can be used, before anything depends on it.
+    """Load an implementation now, so that a missing one fails at start-up.
 
     Args:
         impl: "reference" or "cpu".
 
     Raises:
-        RuntimeError: saying what to build, or what is allowed.
+        RuntimeError: if there is no such implementation, or it is not built.
     """
     _implementation(impl)
 
@@ -142,6 +143,8 @@ def select_keep(
     noise_keys: torch.Tensor,
     *,
     max_kv_len: int,
+    first_layer: int = 0,
+    first_kv_head: int = 0,
     impl: str,
 ) -> torch.Tensor:
     """Choose the survivors of an eviction, per layer, request and KV head.
@@ -164,6 +167,8 @@ def select_keep(
             layer, KV head, position) instead of the score.
         noise_keys: [num_reqs] int64.
         max_kv_len: last dimension of the result, at least max(kv_lens).
+        first_layer, first_kv_head: indices in the whole model of score[0] and of KV
+            head 0, for the random draws.
         impl: "reference" or "cpu".
 
     Returns:
@@ -186,6 +191,8 @@ def select_keep(
         random,
         noise_keys,
         max_kv_len,
+        first_layer,
+        first_kv_head,
     )
 
 
@@ -232,11 +239,8 @@ def compact_kv(
 def _implementation(impl: str) -> ModuleType:
     module = _loaded.get(impl)
     if module is None:
-        if impl == "reference":
-            from keyformer_vllm.ops import reference as module
-        elif impl == "cpu":
-            from keyformer_vllm.ops import cpu as module
-        else:
+        if impl not in IMPLS:
             raise RuntimeError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-        _loaded[impl] = module
+        # Loaded on first use: the reference must work where nothing was compiled.
+        module = _loaded[impl] = import_module(f"{__name__}.{impl}")
     return module

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the C++ operators (csrc/cpu) and tells torch.compile about their results."""
 
+from typing import Any
+
 import torch
 
 try:
@@ -17,20 +19,21 @@ ISAS = ("auto", "baseline", "avx2", "avx512")
 _LAYOUT_NUMBER = {"vec": 0, "vec16": 0, "amx": 1}
 
 
-def score_keys(*args) -> None:
+def score_keys(*args: Any) -> None:
     *rest, layout = args
     torch.ops.keyformer.score_keys.default(*rest, _layout_number(layout))
 
 
-def reset_slots(*args) -> None:
+def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 
 
-def select_keep(*args) -> torch.Tensor:
-    return torch.ops.keyformer.select_keep.default(*args)
+def select_keep(*args: Any) -> torch.Tensor:
+    keep: torch.Tensor = torch.ops.keyformer.select_keep.default(*args)
+    return keep
 
 
-def compact_kv(*args) -> None:
+def compact_kv(*args: Any) -> None:
     *rest, layout = args
     torch.ops.keyformer.compact_kv.default(*rest, _layout_number(layout))
 
@@ -49,12 +52,12 @@ def set_isa(isa: str) -> None:
 
 def has_isa(isa: str) -> bool:
     """Whether this CPU can run the kernels of `isa`."""
-    return torch.ops.keyformer.has_cpu_isa(ISAS.index(isa))
+    return bool(torch.ops.keyformer.has_cpu_isa(ISAS.index(isa)))
 
 
 def active_isa() -> str:
     """Name of the instruction set that the scoring kernels use now."""
-    return torch.ops.keyformer.cpu_isa()
+    return str(torch.ops.keyformer.cpu_isa())
 
 
 def draw_noise(
@@ -75,9 +78,10 @@ def draw_noise(
     Returns:
         [num_keys] float32.
     """
-    return torch.ops.keyformer.draw_noise(
+    noise: torch.Tensor = torch.ops.keyformer.draw_noise(
         positions, noise_key, layer, query_head, query_position, gumbel
     )
+    return noise
 
 
 def _layout_number(layout: str) -> int:
@@ -89,24 +93,19 @@ def _layout_number(layout: str) -> int:
     return number
 
 
-@torch.library.register_fake("keyformer::score_keys")
-def _score_keys_fake(*args) -> None:
-    return None
+def _returns_nothing(*args: Any) -> None:
+    """The operator only mutates its arguments."""
 
 
-@torch.library.register_fake("keyformer::reset_slots")
-def _reset_slots_fake(*args) -> None:
-    return None
-
-
-@torch.library.register_fake("keyformer::compact_kv")
-def _compact_kv_fake(*args) -> None:
-    return None
-
-
-@torch.library.register_fake("keyformer::select_keep")
-def _select_keep_fake(score, position, block_table, *args) -> torch.Tensor:
-    max_kv_len = args[-1]
+def _fake_select_keep(
+    score: torch.Tensor, position: torch.Tensor, block_table: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    max_kv_len = args[-3]
     num_layers, _, num_kv_heads, _ = score.shape
     size = (num_layers, block_table.shape[0], num_kv_heads, max_kv_len)
     return score.new_empty(size, dtype=torch.bool)
+
+
+for _name in ("score_keys", "reset_slots", "compact_kv"):
+    torch.library.register_fake(f"keyformer::{_name}", _returns_nothing)
+torch.library.register_fake("keyformer::select_keep", _fake_select_keep)

@@ -31,7 +31,9 @@ HEAD_SIZE_MULTIPLE = 16
 WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def check_layout(layout: str, element_size: int, block_size: int, head_size: int):
+def check_layout(
+    layout: str, element_size: int, block_size: int, head_size: int
+) -> None:
     """Refuse a cache that this file does not describe.
 
     Raises:

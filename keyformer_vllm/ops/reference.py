@@ -3,7 +3,7 @@
 
 import torch
 
-from keyformer_vllm.core import noise
+from keyformer_vllm.core import scoring, selection
 from keyformer_vllm.ops import layout as layouts
 
 
@@ -25,7 +25,6 @@ def score_keys(
     layout: str,
 ) -> None:
     num_kv_heads, block_size = kv_cache.shape[1:3]
-    group = query.shape[1] // num_kv_heads
     keys = layouts.key_view(kv_cache, layout)
     starts = query_start_loc.tolist()
     for request, kv_len in enumerate(kv_lens.tolist()):
@@ -33,34 +32,29 @@ def score_keys(
         scored = torch.nonzero(tau[begin:end] > 0).flatten()
         if len(scored) == 0:
             continue
-        slots = request_slots(block_table[request], kv_len, block_size)
-        visible = kv_len - (end - begin) + scored + 1
         tokens = begin + scored
-        for kv_head in range(num_kv_heads):
-            key = layouts.read_tokens(keys, slots, kv_head).float()
-            index = slots // block_size, kv_head, slots % block_size
-            shares = torch.zeros(len(scored), kv_len)
-            for query_head in range(kv_head * group, (kv_head + 1) * group):
-                logits = scale * (query[tokens, query_head].float() @ key.T)
-                if soft_cap > 0:
-                    logits = soft_cap * torch.tanh(logits / soft_cap)
-                if (noise_key := int(noise_keys[request])) != noise.NO_NOISE:
-                    rows = noise.row_keys(
-                        noise_key,
-                        layer_index,
-                        first_query_head + query_head,
-                        query_positions[tokens, None],
-                    )
-                    logits += noise.gumbel(rows, position[index])
-                logits /= tau[tokens, None]
-                hidden = torch.arange(kv_len) >= visible[:, None]
-                logits.masked_fill_(hidden, -torch.inf)
-                shares += torch.softmax(logits, dim=-1)
-            # Row by row, as the kernels add: chunking a prompt changes no bit of a sum.
-            total = score[index]
-            for row in shares:
-                total = total + row
-            score[index] = total
+        visible = kv_len - (end - begin) + scored + 1  # keys each row sees
+        slots = request_slots(block_table[request], kv_len, block_size)
+        index = slots // block_size, slice(None), slots % block_size
+        key = [layouts.read_tokens(keys, slots, head) for head in range(num_kv_heads)]
+        shares = scoring.score_rows(
+            query[tokens].float().transpose(0, 1),
+            torch.stack(key).float(),
+            query_positions[tokens],
+            position[index].T,
+            tau[tokens],
+            torch.arange(kv_len) < visible[:, None],
+            noise_key=int(noise_keys[request]),
+            layer_index=layer_index,
+            first_query_head=first_query_head,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+        # Row by row, as the kernels add: chunking a prompt changes no bit of a sum.
+        total = score[index].T
+        for row in shares.unbind(1):
+            total = total + row
+        score[index] = total.T
 
 
 def reset_slots(
@@ -82,51 +76,50 @@ def select_keep(
     position: torch.Tensor,
     block_table: torch.Tensor,
     kv_lens: torch.Tensor,
-    num_evict: torch.Tensor,
+    num_evicts: torch.Tensor,
     num_sinks: torch.Tensor,
     recent_start: torch.Tensor,
     run_size: torch.Tensor,
     random: torch.Tensor,
     noise_keys: torch.Tensor,
     max_kv_len: int,
+    first_layer: int,
+    first_kv_head: int,
 ) -> torch.Tensor:
     num_layers, _, num_kv_heads, block_size = score.shape
-    keep = torch.zeros(
-        (num_layers, len(kv_lens), num_kv_heads, max_kv_len), dtype=torch.bool
-    )
+    shape = (num_layers, len(kv_lens), num_kv_heads, max_kv_len)
+    keep = torch.zeros(shape, dtype=torch.bool)
+    layer = first_layer + torch.arange(num_layers)[:, None, None]
+    kv_head = first_kv_head + torch.arange(num_kv_heads)[:, None]
     for request, kv_len in enumerate(kv_lens.tolist()):
+        num_evict = int(num_evicts[request])
+        if num_evict == 0:
+            keep[:, request, :, :kv_len] = True
+            continue
         slots = request_slots(block_table[request], kv_len, block_size)
-        num_kept = kv_len - int(num_evict[request])
-        for layer in range(num_layers):
-            for kv_head in range(num_kv_heads):
-                index = layer, slots // block_size, kv_head, slots % block_size
-                positions = position[index].long()
-                ranked = score[index]
-                if random[request]:
-                    rows = noise.row_keys(
-                        noise_keys[request], layer, kv_head, positions
-                    )
-                    ranked = noise.uniform(rows, positions)
-                pinned = (positions < num_sinks[request]) | (
-                    positions >= recent_start[request]
-                )
-                if num_kept == kv_len:
-                    pinned.fill_(True)
-                num_best = num_kept - int(pinned.sum())
-                if num_best < 0:
-                    raise RuntimeError(
-                        f"num_evict: sinks and recent tokens exceed what may stay "
-                        f"(request {request}, value {int(num_evict[request])})"
-                    )
-                candidates = torch.nonzero(~pinned).flatten()
-                best = _best_candidates(
-                    ranked[candidates],
-                    positions[candidates],
-                    num_best,
-                    int(run_size[request]),
-                )
-                pinned[candidates[best]] = True
-                keep[layer, request, kv_head, :kv_len] = pinned
+        index = slice(None), slots // block_size, slice(None), slots % block_size
+        # Indexing puts the slots first: [kv_len, num_layers, num_kv_heads].
+        scores, positions = score[index], position[index]
+        scores, positions = scores.permute(1, 2, 0), positions.permute(1, 2, 0)
+        if random[request]:
+            scores = selection.random_rank(
+                noise_keys[request], layer, kv_head, positions
+            )
+        sinks, start = int(num_sinks[request]), int(recent_start[request])
+        pinned = ((positions < sinks) | (positions >= start)).sum(-1)
+        if int(pinned.max()) > kv_len - num_evict:
+            raise RuntimeError(
+                "num_evict: sinks and recent tokens exceed what may stay "
+                f"(request {request}, value {num_evict})"
+            )
+        keep[:, request, :, :kv_len] = selection.select_kept(
+            scores,
+            positions,
+            kv_len - num_evict,
+            sinks,
+            start,
+            run_size=int(run_size[request]),
+        )
     return keep
 
 
@@ -175,24 +168,3 @@ def request_slots(
     """Slots [kv_len] int64 of a request's tokens, from its block table row."""
     index = torch.arange(kv_len)
     return block_row.long()[index // block_size] * block_size + index % block_size
-
-
-def _best_candidates(
-    scores: torch.Tensor, positions: torch.Tensor, count: int, run_size: int
-) -> torch.Tensor:
-    """Indices of the `count` best: by score, NaN last, ties to the lower position.
-
-    With a run size above 1 the score of a token is the sum over its run, whole runs
-    are taken and the last one in part. Sums are fp64: exact for a few floats, so that
-    their order does not matter.
-    """
-    by_position = torch.argsort(positions, stable=True)
-    runs = positions[by_position] // run_size
-    run_ids, run_of = torch.unique_consecutive(runs, return_inverse=True)
-    sums = torch.zeros(len(run_ids), dtype=torch.float64)
-    sums.index_add_(0, run_of, scores[by_position].double())
-    ranked = sums[run_of]
-    # Stable sorts, least important key first: position, score, numbers before NaN.
-    by_score = torch.argsort(ranked.nan_to_num(nan=0.0), descending=True, stable=True)
-    nan_last = torch.argsort(ranked[by_score].isnan().int(), stable=True)
-    return by_position[by_score[nan_last]][:count]

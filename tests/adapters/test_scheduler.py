@@ -204,9 +204,14 @@ def test_freed_blocks_serve_a_request_that_fits_nowhere_else(harness):
 
 
 def test_preempted_request_starts_over(harness):
-    h = harness(num_blocks=15, engine={"max_num_batched_tokens": 512})
-    h.add("a", 150, 200)
-    h.add("b", 150, 200)
+    h = harness(
+        num_blocks=15,
+        budget=0.8,
+        budget_base="sequence",
+        engine={"max_num_batched_tokens": 512},
+    )
+    h.add("a", 150, 250)
+    h.add("b", 150, 250)
     preempted = 0
     for _ in range(2000):
         if not h.scheduler.has_unfinished_requests():
@@ -306,6 +311,22 @@ def test_a_short_request_that_can_never_evict_is_not_tracked(harness):
     assert h.scheduler.retentions == {}
     assert not h.scheduler.request_params["short"].tracked
     h.run()
+    h.check_idle()
+
+
+def test_only_requests_that_live_to_evict_are_tracked(harness):
+    # Block 32, budget 64 of a 128-token prompt: due at once, but only in a step
+    # after the prompt. With budget 100 it is due when 132 tokens are computed.
+    h = harness()
+    cases = {("now", 1): False, ("now", 2): True, ("later", 5): False}
+    cases[("later", 6)] = True
+    for (kind, new), tracked in cases.items():
+        name = f"{kind}{new}"
+        h.add(name, 128, new, kv_budget=0.5 if kind == "now" else 100)
+        assert h.scheduler.request_params[name].tracked is tracked, name
+    h.run()
+    # "now2" lives for one step after its prompt, and evicts at the head of it.
+    assert h.worker.num_evictions == 2
     h.check_idle()
 
 

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged batches for the operator tests, packed by code that is not under test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from keyformer_vllm.core import noise
+from keyformer_vllm.ops.layout import page_bytes, side_views
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Shapes of one case; `lens` holds (kv_len, query rows) of each request."""
+
+    dtype: torch.dtype = torch.float32
+    layout: str = "vec"
+    num_query_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    block_size: int = 32
+    lens: tuple[tuple[int, int], ...] = ((113, 113),)
+    num_layers: int = 1
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.num_query_heads}q{self.num_kv_heads}kv"
+        return f"{dtype}-{self.layout}-{heads}-d{self.head_size}-b{self.block_size}"
+
+
+@dataclass
+class PagedBatch:
+    """A packed cache, its side data, and the same tokens as plain tensors."""
+
+    spec: BatchSpec
+    raw: torch.Tensor  # the whole storage, int8
+    kv_cache: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, block_size, 2*D]
+    score: torch.Tensor
+    position: torch.Tensor
+    block_table: torch.Tensor
+    kv_lens: torch.Tensor
+    query: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_positions: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)  # [layers, kv_len, H, D]
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def slots(self, request: int) -> torch.Tensor:
+        """[kv_len] slots of a request."""
+        size = self.spec.block_size
+        index = torch.arange(int(self.kv_lens[request]))
+        return self.block_table[request].long()[index // size] * size + index % size
+
+    def side(self, tensor: torch.Tensor, request: int) -> torch.Tensor:
+        """Score or position of a request: [num_layers, num_kv_heads, kv_len]."""
+        block, offset = divmod_tensor(self.slots(request), self.spec.block_size)
+        return tensor[:, block, :, offset].permute(1, 2, 0)
+
+    def set_side(self, tensor: torch.Tensor, request: int, value: torch.Tensor) -> None:
+        block, offset = divmod_tensor(self.slots(request), self.spec.block_size)
+        tensor[:, block, :, offset] = value.permute(2, 0, 1).to(tensor.dtype)
+
+
+def divmod_tensor(x: torch.Tensor, y: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x // y, x % y
+
+
+def key_offsets(layout: str, block_size: int, head_size: int) -> torch.Tensor:
+    """Element offset of K[t, d] in its (block, head): [block_size, head_size]."""
+    rows = []
+    for t in range(block_size):
+        if layout == "amx":
+            base = (t // 16) * 16 * head_size + (t % 16) * 2
+            row = [base + (d // 2) * 32 + d % 2 for d in range(head_size)]
+        else:
+            row = [d * block_size + t for d in range(head_size)]
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def value_offsets(layout: str, block_size: int, head_size: int) -> torch.Tensor:
+    """Element offset of V[t, d] in its (block, head), behind K."""
+    rows = []
+    for t in range(block_size):
+        if layout == "amx":
+            base = (t // 2) * 32 + t % 2
+            row = [
+                base + (d // 16) * 16 * block_size + (d % 16) * 2
+                for d in range(head_size)
+            ]
+        else:
+            row = [t * head_size + d for d in range(head_size)]
+        rows.append(row)
+    return torch.tensor(rows) + block_size * head_size
+
+
+def make_batch(spec: BatchSpec, seed: int = 0) -> PagedBatch:
+    """Random tokens in permuted blocks; block 0 is the null block.
+
+    Unused slots hold NaN keys and scores: whoever reads them shows it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block_size, head_size = spec.block_size, spec.head_size
+    num_kv_heads, num_layers = spec.num_kv_heads, spec.num_layers
+    used = [-(-kv_len // block_size) for kv_len, _ in spec.lens]
+    num_blocks = 1 + sum(used) + 2
+    element_size = spec.dtype.itemsize
+    page = page_bytes(num_kv_heads, block_size, head_size, element_size)
+    raw = torch.zeros(num_layers * num_blocks * page, dtype=torch.int8)
+    width = 2 * head_size
+    pages = raw.view(spec.dtype).view(num_layers, num_blocks, page // element_size)
+    content = num_kv_heads * block_size * width
+    kv_cache = pages[:, :, :content].view(
+        num_layers, num_blocks, num_kv_heads, block_size, width
+    )
+    kv_cache.fill_(float("nan"))
+    score, position = side_views(kv_cache)
+    score.fill_(float("nan"))
+    position.fill_(-1)
+
+    blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    block_table = torch.zeros(len(spec.lens), max(used) + 1, dtype=torch.int32)
+    key_at = key_offsets(spec.layout, block_size, head_size)
+    value_at = value_offsets(spec.layout, block_size, head_size)
+    flat = kv_cache.flatten(3)  # [layers, blocks, heads, block_size * 2 * head_size]
+    keys, values = [], []
+    for request, (kv_len, _) in enumerate(spec.lens):
+        own = [blocks.pop() for _ in range(used[request])]
+        block_table[request, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        shape = (num_layers, kv_len, num_kv_heads, head_size)
+        keys.append(torch.randn(shape, generator=generator).to(spec.dtype))
+        values.append(torch.randn(shape, generator=generator).to(spec.dtype))
+        for index, block in enumerate(own):
+            tokens = slice(index * block_size, min(kv_len, (index + 1) * block_size))
+            count = tokens.stop - tokens.start
+            for at, source in ((key_at, keys[-1]), (value_at, values[-1])):
+                rows = source[:, tokens].transpose(1, 2).flatten(2)
+                flat[:, block, :, at[:count].flatten()] = rows
+    batch = PagedBatch(
+        spec=spec,
+        raw=raw,
+        kv_cache=kv_cache,
+        score=score,
+        position=position,
+        block_table=block_table,
+        kv_lens=torch.tensor([kv for kv, _ in spec.lens], dtype=torch.int32),
+        query=torch.empty(0),
+        query_start_loc=torch.tensor(
+            [0, *(q for _, q in spec.lens)], dtype=torch.int32
+        ).cumsum(0, dtype=torch.int32),
+        # Logical positions run ahead of slots, as after an eviction of 1,000 tokens.
+        query_positions=torch.cat(
+            [torch.arange(kv - q, kv) + 1000 for kv, q in spec.lens]
+        ),
+        keys=keys,
+        values=values,
+    )
+    num_tokens = int(batch.query_start_loc[-1])
+    # A slice of a fused QKV row: strided, like the engine's query.
+    fused = torch.randn(
+        num_tokens,
+        spec.num_query_heads + 2 * num_kv_heads,
+        head_size,
+        generator=generator,
+    ).to(spec.dtype)
+    batch.query = fused[:, : spec.num_query_heads]
+    for request, (kv_len, _) in enumerate(spec.lens):
+        shape = (num_layers, num_kv_heads, kv_len)
+        batch.set_side(batch.score, request, torch.zeros(shape))
+        # Every head holds its own tokens, as after an eviction.
+        per_head = [
+            torch.randperm(kv_len + 1000, generator=generator)[:kv_len]
+            for _ in range(num_layers * num_kv_heads)
+        ]
+        batch.set_side(batch.position, request, torch.stack(per_head).view(shape))
+    return batch
+
+
+def dense_scores(
+    batch: PagedBatch,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    *,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Scores of each request from its plain tensors: [num_kv_heads, kv_len].
+
+    All arithmetic in `dtype`; only the noise is the one of core, in fp32.
+    """
+    spec = batch.spec
+    group = spec.num_query_heads // spec.num_kv_heads
+    result = []
+    for request, (kv_len, num_rows) in enumerate(spec.lens):
+        begin = int(batch.query_start_loc[request])
+        positions = batch.side(batch.position, request)[0]
+        total = torch.zeros(spec.num_kv_heads, kv_len, dtype=dtype)
+        for row in range(num_rows):
+            token = begin + row
+            row_tau = tau[token].to(dtype)
+            if row_tau <= 0:
+                continue
+            sees = kv_len - num_rows + row + 1
+            for query_head in range(spec.num_query_heads):
+                kv_head = query_head // group
+                key = batch.keys[request][0, :sees, kv_head].to(dtype)
+                x = key @ batch.query[token, query_head].to(dtype) * scale
+                if soft_cap > 0:
+                    x = soft_cap * torch.tanh(x / soft_cap)
+                if int(noise_keys[request]) != 0:
+                    rows = noise.row_keys(
+                        int(noise_keys[request]),
+                        layer_index,
+                        first_query_head + query_head,
+                        int(batch.query_positions[token]),
+                    )
+                    x = x + noise.gumbel(rows, positions[kv_head, :sees]).to(dtype)
+                total[kv_head, :sees] += torch.softmax(x / row_tau, dim=0)
+        result.append(total)
+    return result
