@@ -73,6 +73,8 @@ class KeyformerConfig:
         score_queries: ``all`` prompt queries score (the paper), or ``last:N``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
+        poison_freed: fill freed blocks with NaN, to show in tests that nobody
+            reads them; has no flag.
 
     Raises:
         KVPolicyError: naming the setting, its value and what is allowed.
@@ -91,6 +93,7 @@ class KeyformerConfig:
     score_queries: str = "all"
     select: str = "token"
     trace: str | None = None
+    poison_freed: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("kv_policy", self.policy, POLICY_NAMES)
@@ -116,6 +119,11 @@ class KeyformerConfig:
         ):
             raise KVPolicyError(
                 "kv_trace", f"kv_trace={_shown(self.trace)} must be a file name"
+            )
+        if not isinstance(self.poison_freed, bool):
+            raise KVPolicyError(
+                "kv_poison_freed",
+                f"kv_poison_freed={_shown(self.poison_freed)} must be true or false",
             )
 
     @property

@@ -2,9 +2,10 @@
 """Every name of vLLM that we touch, in one place.
 
 vLLM 0.32 is the tested version. A later one is an edit of this file: the table
-names what we import, ``SIGNATURES`` and ``ATTRIBUTES`` what we rely on beyond
-the names, and ``tests/adapters/test_drift.py`` asserts all three. Names resolve
-on first use, so importing this module imports nothing of vLLM.
+names what we import, the functions below reach into what is private, and
+``tests/adapters/test_drift.py`` asserts every name, signature and attribute they
+and our subclasses rely on. Names resolve on first use, so importing this module
+imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"keyformer_vllm.adapters.compat has no vLLM name {name!r}"
         ) from None
-    value: Any = importlib.import_module(module_name)
     if module_name == "vllm":
         return importlib.import_module(f"{module_name}.{attribute}")
-    value = getattr(value, attribute)
+    value = getattr(importlib.import_module(module_name), attribute)
     globals()[name] = value
     return value
 

@@ -140,6 +140,20 @@ class WorkerRuntime:
             layout=self.layout,
             impl="cpu",
         )
+        if self.config.poison_freed:
+            self._poison(entries)
+
+    def _poison(self, entries: list[EvictionEntry]) -> None:
+        """Overwrite freed blocks with NaN: whoever still reads them shows it."""
+        freed = [
+            block
+            for entry in entries
+            for block in entry.block_ids[: entry.num_evict // self.block_size]
+        ]
+        blocks = torch.tensor(freed)
+        self.kv_pages.index_fill_(1, blocks, float("nan"))
+        self.score.index_fill_(1, blocks, float("nan"))
+        self.position.index_fill_(1, blocks, -1)
 
     def kept_positions(self, entry: EvictionEntry) -> list[list[list[int]]]:
         """Positions a request retains right after an eviction.

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a token is worth: the Keyformer score (arXiv 2403.09054, section 3), dense.
+
+One query row i of one query head gives each visible key j
+
+    p_ij = softmax_j((x_ij + g_ij) / tau_i),   x_ij = scale * q_i . k_j  (soft-capped)
+
+with Gumbel noise g and a temperature tau that rises while the answer is generated. A
+KV head's row is the sum over its query heads, added one by one in ascending order; its
+score is the sum over the rows, added one by one in ascending query position.
+"""
+
+import torch
+
+from keyformer_vllm.core import noise
+
+
+def tau_schedule(
+    position: torch.Tensor,
+    num_prompt_tokens: torch.Tensor | int,
+    max_tokens: torch.Tensor | int,
+    tau_init: float,
+    tau_end: float,
+) -> torch.Tensor:
+    """Temperature of the query at each position (paper, equation 10).
+
+    `tau_init` inside the prompt; then it moves by (tau_end - tau_init) / max_tokens
+    with each generated token, the first included, and stays at `tau_end`.
+
+    Args:
+        position: int, any shape: logical positions of the queries.
+        num_prompt_tokens, max_tokens: broadcast against `position`; `max_tokens` is
+            the most tokens the request may generate, at least 1.
+        tau_init, tau_end: positive.
+
+    Returns:
+        float32, broadcast shape; computed in float64 and rounded once.
+    """
+    assert tau_init > 0 and tau_end > 0, (tau_init, tau_end)
+    max_tokens = torch.as_tensor(max_tokens, device=position.device)
+    assert (max_tokens >= 1).all(), max_tokens
+    generated = (position - num_prompt_tokens + 1).clamp(min=0)
+    share = torch.minimum(generated, max_tokens).double() / max_tokens
+    return (tau_init + share * (tau_end - tau_init)).to(torch.float32)
+
+
+def is_scored(
+    position: torch.Tensor,
+    num_prompt_tokens: torch.Tensor | int,
+    last_prompt_queries: int | None,
+) -> torch.Tensor:
+    """Whether the query at each position adds to the scores.
+
+    Args:
+        position: int, any shape: logical positions of the queries.
+        num_prompt_tokens: broadcasts against `position`.
+        last_prompt_queries: N of `last:N`: of the prompt, only the last N queries
+            score; None: all do. Generated tokens always do.
+
+    Returns:
+        bool, broadcast shape.
+    """
+    if last_prompt_queries is None:
+        return torch.ones_like(position, dtype=torch.bool)
+    return position >= num_prompt_tokens - last_prompt_queries
+
+
+def attention_logits(
+    query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float = 0.0
+) -> torch.Tensor:
+    """Compute scaled, soft-capped logits.
+
+    Args:
+        query: float [num_query_heads, num_rows, head_size], after RoPE.
+        key: float [num_kv_heads, num_keys, head_size], after RoPE; query heads
+            [h * num_queries_per_kv, (h + 1) * num_queries_per_kv) read KV head h.
+        scale: factor of the dot product.
+        soft_cap: > 0 bounds logits to cap * tanh(x / cap); 0 does not.
+
+    Returns:
+        [num_query_heads, num_rows, num_keys], dtype of the inputs.
+    """
+    num_kv_heads, num_rows = key.shape[0], query.shape[1]
+    assert query.shape[0] % num_kv_heads == 0, (query.shape, key.shape)
+    grouped = query.unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+    product = grouped @ key.transpose(-1, -2)
+    logits = product.unflatten(1, (-1, num_rows)).flatten(0, 1) * scale
+    if soft_cap > 0:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return logits
+
+
+def noisy_softmax(
+    logits: torch.Tensor,
+    gumbel: torch.Tensor | None,
+    tau: torch.Tensor,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Turn logits into the row probabilities that a score sums.
+
+    Args:
+        logits: float [..., num_rows, num_keys].
+        gumbel: noise of the same shape, any float dtype; None: no noise.
+        tau: float [num_rows]; a row with tau <= 0 is not scored and gives zeros.
+        visible: bool, broadcasts against `logits`: keys a row may see; None: all.
+
+    Returns:
+        [..., num_rows, num_keys], dtype of `logits`; a row sums to 1, or to 0 if it
+        is not scored or sees no key.
+    """
+    noisy = logits if gumbel is None else logits + gumbel.to(logits.dtype)
+    scored = (tau > 0)[:, None]
+    divisor = torch.where(scored, tau.to(logits.dtype)[:, None], 1.0)
+    noisy = noisy / divisor
+    if visible is not None:
+        noisy = noisy.masked_fill(~visible, -torch.inf)
+        # A row that sees nothing would be 0 / 0.
+        scored = scored & visible.any(-1, keepdim=True)
+    return torch.softmax(noisy, dim=-1).masked_fill(~scored, 0.0)
+
+
+def sum_query_heads(probability: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Add the rows of the query heads that share a KV head, in ascending order.
+
+    Args:
+        probability: float [num_query_heads, num_rows, num_keys].
+
+    Returns:
+        [num_kv_heads, num_rows, num_keys].
+    """
+    grouped = probability.unflatten(0, (num_kv_heads, -1))
+    total = grouped[:, 0].clone()
+    for query_head in range(1, grouped.shape[1]):
+        total += grouped[:, query_head]
+    return total
+
+
+def score_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_position: torch.Tensor,
+    key_position: torch.Tensor,
+    tau: torch.Tensor,
+    visible: torch.Tensor | None = None,
+    *,
+    noise_key: int,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float = 0.0,
+) -> torch.Tensor:
+    """Compute what each query row adds to the score of each key.
+
+    Args:
+        query: float [num_query_heads, num_rows, head_size].
+        key: float [num_kv_heads, num_keys, head_size].
+        query_position: int [num_rows], logical.
+        key_position: int [num_kv_heads, num_keys], logical: KV heads may hold
+            different tokens.
+        tau: float32 [num_rows]; rows with tau <= 0 add nothing.
+        visible: bool [num_rows, num_keys] or broadcastable; None: all.
+        noise_key: of the request; `noise.NO_NOISE` for none.
+        layer_index: index of the layer in the whole model.
+        first_query_head: index of query[0] in the whole model.
+        scale, soft_cap: see `attention_logits`.
+
+    Returns:
+        [num_kv_heads, num_rows, num_keys], dtype of `query`; mutates nothing.
+    """
+    num_query_heads, num_kv_heads = query.shape[0], key.shape[0]
+    logits = attention_logits(query, key, scale, soft_cap)
+    gumbel = None
+    if noise_key != noise.NO_NOISE:
+        query_head = first_query_head + torch.arange(num_query_heads)
+        rows = noise.row_keys(
+            noise_key,
+            layer_index,
+            query_head[:, None, None],
+            query_position[:, None],
+        )
+        per_query_head = key_position.repeat_interleave(
+            num_query_heads // num_kv_heads, dim=0
+        )
+        gumbel = noise.gumbel(rows, per_query_head[:, None, :])
+    probability = noisy_softmax(logits, gumbel, tau, visible)
+    return sum_query_heads(probability, num_kv_heads)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's private surface is still what our adapters were written against.
+
+When this file fails after an upgrade of vLLM, read the names it prints, then
+change ``keyformer_vllm/adapters`` (nothing else knows vLLM).
+"""
+
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+
+from keyformer_vllm.adapters import compat
+
+
+def _resolve(path: str):
+    module_name, _, rest = path.partition(":")
+    value = importlib.import_module(module_name)
+    for part in rest.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("name", sorted(compat._NAMES))
+def test_every_name_we_import_exists(name):
+    assert getattr(compat, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no vLLM name 'Nonsense'"):
+        _ = compat.Nonsense
+
+
+SIGNATURES = {
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self", "throttle_prefills"],
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ["self", "request"],
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": [
+        "self",
+        "request",
+        "timestamp",
+        "drop_stale_output",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request": [
+        "self",
+        "request",
+        "delay_free_blocks",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "FullAttentionManager._remove_blocks_in_range": [
+        "self",
+        "request_id",
+        "first_block",
+        "last_block",
+    ],
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
+        "kvcache_spec_cls",
+        "manager_class",
+        "uniform_type_base_spec",
+    ],
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": [
+        "self",
+        "common_prefix_len",
+        "common_attn_metadata",
+        "fast_build",
+    ],
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": [
+        "self",
+        "layer",
+        "query",
+        "key",
+        "value",
+        "kv_cache",
+        "attn_metadata",
+        "output",
+        "output_scale",
+        "output_block_scale",
+    ],
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.customize_spec": ["spec"],
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": ["self"],
+    "vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config": [
+        "self",
+        "kv_cache_config",
+    ],
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": [
+        "self",
+        "scheduler_output",
+        "intermediate_tensors",
+    ],
+    "vllm._custom_ops:cpu_attn_reshape_and_cache": [
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "slot_mapping",
+        "isa",
+        "k_scale",
+        "v_scale",
+        "kv_cache_dtype",
+    ],
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ["parser"],
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args": ["args"],
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": [
+        "self",
+        "usage_context",
+        "headless",
+    ],
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": [
+        "self",
+        "params",
+        "supported_tasks",
+    ],
+}
+
+
+@pytest.mark.parametrize("path", sorted(SIGNATURES))
+def test_signature_of_what_we_override_or_call(path):
+    parameters = list(inspect.signature(_resolve(path)).parameters)
+    assert parameters == SIGNATURES[path]
+
+
+FIELDS = {
+    "vllm.v1.core.sched.output:SchedulerOutput": {
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "finished_req_ids",
+        "preempted_req_ids",
+    },
+    "vllm.v1.core.sched.output:NewRequestData": {"req_id", "num_computed_tokens"},
+    "vllm.v1.core.sched.output:CachedRequestData": {"req_ids", "num_computed_tokens"},
+    "vllm.v1.attention.backend:CommonAttentionMetadata": {
+        "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens",
+        "seq_lens_cpu_upper_bound",
+        "num_reqs",
+        "num_actual_tokens",
+        "max_seq_len",
+        "block_table_tensor",
+        "slot_mapping",
+        "positions",
+        "_num_computed_tokens_cache",
+    },
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": {
+        "page_size_padded",
+        "num_head_slots",
+        "state_content_bytes",
+        "sliding_window",
+        "attention_chunk_size",
+        "non_causal",
+        "head_size_v",
+    },
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": {"block_id", "ref_cnt", "is_null"},
+}
+
+
+@pytest.mark.parametrize("path", sorted(FIELDS))
+def test_fields_we_read_or_set(path):
+    present = {field.name for field in dataclasses.fields(_resolve(path))}
+    assert FIELDS[path] <= present, FIELDS[path] - present
+
+
+SOURCES = {
+    # What we reach for on instances shows only in the source.
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "self.running",
+        "self.reset_preempted_req_ids.add(request.request_id)",
+        "request.is_prefill_chunk = request.num_computed_tokens < (",
+        "self.finished_req_ids",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "self.input_batch.req_ids",
+        "self.attn_groups",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": (
+        "layer.isa = self.isa",
+    ),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+        "self.single_type_managers",
+    ),
+    "vllm.platforms.cpu:CpuPlatform": ("AttentionBackendEnum.CPU_ATTN",),
+}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES))
+def test_instance_attributes_we_reach_for(path):
+    source = inspect.getsource(_resolve(path))
+    missing = [text for text in SOURCES[path] if text not in source]
+    assert not missing
+
+
+def test_scheduler_output_takes_our_plan_through_pickling():
+    import pickle
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from keyformer_vllm.adapters.plan import PLAN_ATTRIBUTE, StepPlan, plan_of
+
+    output = SchedulerOutput.make_empty()
+    with pytest.raises(RuntimeError, match="sent no eviction plan"):
+        plan_of(output)
+    setattr(output, PLAN_ATTRIBUTE, StepPlan())
+    assert plan_of(pickle.loads(pickle.dumps(output))) == StepPlan()
