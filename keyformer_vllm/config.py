@@ -23,6 +23,9 @@ ADDITIONAL_CONFIG_KEY = "keyformer"
 REQUEST_PREFIX = "kv_"
 """Per-request keys in ``vllm_xargs`` that start so are ours to accept or refuse."""
 
+VLLM_REQUEST_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+"""Keys with that prefix that vLLM itself puts there (``vllm/v1/request.py``)."""
+
 POLICY_NAMES = (
     "full",
     "keyformer",
@@ -182,14 +185,14 @@ class KeyformerConfig:
 
         Args:
             extra_args: the request's ``vllm_xargs``; keys that do not start with
-                ``kv_`` belong to somebody else and are ignored.
+                ``kv_``, and vLLM's own, belong to somebody else and are ignored.
 
         Raises:
             KVPolicyError: naming the offending key of ``vllm_xargs``.
         """
         changes: dict[str, Any] = {}
         for key, value in (extra_args or {}).items():
-            if not isinstance(key, str) or not key.startswith(REQUEST_PREFIX):
+            if not _is_ours(key):
                 continue
             if key not in REQUEST_KEYS:
                 raise KVPolicyError(
@@ -223,11 +226,11 @@ def refuse_request_without_policy(extra_args: Mapping[str, Any] | None) -> None:
         KVPolicyError: naming the first such key.
     """
     for key in extra_args or {}:
-        if isinstance(key, str) and key.startswith(REQUEST_PREFIX):
+        if _is_ours(key):
             raise KVPolicyError(
                 key,
-                f"{_shown(key)} needs a server started with --kv-policy; "
-                "this one has none",
+                f"{_shown(key)} needs a server started with a --kv-policy other "
+                "than full; this one has none",
             )
 
 
@@ -254,6 +257,20 @@ class Flag:
     def dest(self) -> str:
         """The argparse destination, for example ``kv_budget``."""
         return "kv_" + self.setting
+
+    def read(self, text: str) -> Any:
+        """The setting's value from its spelling on a command line.
+
+        Raises:
+            KVPolicyError: when it is not a number where one is needed.
+        """
+        try:
+            return self.parse(text)
+        except ValueError:
+            kind = "an integer" if self.parse is int else "a number"
+            raise KVPolicyError(
+                self.option, f"{self.option}={_shown(text)} is not {kind}"
+            ) from None
 
     @property
     def default(self) -> Any:
@@ -322,6 +339,15 @@ def settings_from_flags(given: Mapping[str, Any]) -> dict[str, Any] | None:
         if given.get(flag.dest) is not None
     }
     return settings or None
+
+
+def _is_ours(key: object) -> bool:
+    """Whether a key of ``vllm_xargs`` is a per-request setting of a KV policy."""
+    return (
+        isinstance(key, str)
+        and key.startswith(REQUEST_PREFIX)
+        and key not in VLLM_REQUEST_KEYS
+    )
 
 
 def _flag_of(setting: str) -> str:

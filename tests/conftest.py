@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips, with a reason, the tests whose hardware is not here."""
     needed = {
-        name for item in items for name in ("gpu", "amx") if item.get_closest_marker(name)
+        name
+        for item in items
+        for name in ("gpu", "amx")
+        if item.get_closest_marker(name)
     }
     missing = {name: _HARDWARE[name]() for name in needed}
     for item in items:
@@ -76,7 +79,7 @@ def xsum() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function from a kind in `tests/models.py` to its model folder, made on first use."""
+    """From a kind in `tests/models.py` to its folder; each is written once."""
     from tests.models import write_model
 
     root = tmp_path_factory.mktemp("models")

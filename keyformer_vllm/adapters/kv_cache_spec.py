@@ -8,7 +8,7 @@ from typing import Any
 
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kv_cache_manager import KeyformerManager
-from keyformer_vllm.ops.layout import padded_page_bytes
+from keyformer_vllm.ops.layout import page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class KeyformerSpec(compat.FullAttentionSpec):  # type: ignore[misc]
                 f"this model has a layer with {taken or 'unequal heads or no mask'}"
             )
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        values["page_size_padded"] = padded_page_bytes(
-            spec.unpadded_page_size_bytes, spec.num_kv_heads, spec.block_size
+        values["page_size_padded"] = page_bytes(
+            spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype.itemsize
         )
         return cls(**values)
 

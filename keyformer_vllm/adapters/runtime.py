@@ -16,7 +16,7 @@ from keyformer_vllm.adapters.trace import TraceWriter
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.ops.layout import (
     LAYOUTS,
-    padded_page_bytes,
+    page_bytes,
     probe_layout,
     side_views,
 )
@@ -217,13 +217,11 @@ def _probe(kv_pages: torch.Tensor, layout: str) -> None:
     """Write tokens with vLLM's own op and read them back through our views."""
     _, _, num_kv_heads, block_size, width = kv_pages.shape
     head_size = width // 2
-    page_bytes = num_kv_heads * block_size * width * kv_pages.element_size()
-    if kv_pages.stride(1) * kv_pages.element_size() != padded_page_bytes(
-        page_bytes, num_kv_heads, block_size
-    ):
+    page = page_bytes(num_kv_heads, block_size, head_size, kv_pages.element_size())
+    found = kv_pages.stride(1) * kv_pages.element_size()
+    if found != page:
         raise RuntimeError(
-            f"KV pages are {kv_pages.stride(1) * kv_pages.element_size()} bytes apart, "
-            "not where the side data was planned"
+            f"KV pages are {found} bytes apart, side data was planned for {page}"
         )
 
     def write(

@@ -69,6 +69,7 @@ def convert(gguf: Path, model_dir: Path) -> None:
     """
     # Everything is local. Without this, transformers asks a hub for extra files.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -22,7 +22,7 @@ class RequestSummary:
         final_blocks: blocks held in the last step.
         evicted_tokens: tokens evicted, per KV head.
         freed_blocks: blocks given back before the request ended.
-        budget_tokens: the retained tokens asked for (k) in the last step.
+        budget_tokens: the retained tokens asked for (k); None if nothing was evicted.
     """
 
     num_steps: int
@@ -32,7 +32,7 @@ class RequestSummary:
     final_blocks: int
     evicted_tokens: int
     freed_blocks: int
-    budget_tokens: int
+    budget_tokens: int | None
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

@@ -1,1 +1,242 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The four operators over the paged cache, each with an explicit implementation.
+
+`impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension. Nothing chooses or
+falls back on its own. Block tables and lengths are physical: the blocks freed so far
+are already shifted out, and a `slot` of a request counts from its first block held.
+"""
+
+from types import ModuleType
+
+import torch
+
+__all__ = [
+    "IMPLS",
+    "compact_kv",
+    "require_impl",
+    "reset_slots",
+    "score_keys",
+    "select_keep",
+]
+
+IMPLS = ("reference", "cpu")
+
+_loaded: dict[str, ModuleType] = {}
+
+
+def require_impl(impl: str) -> None:
+    """Check that an implementation can be used, before anything depends on it.
+
+    Args:
+        impl: "reference" or "cpu".
+
+    Raises:
+        RuntimeError: saying what to build, or what is allowed.
+    """
+    _implementation(impl)
+
+
+def score_keys(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    *,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+    impl: str,
+) -> None:
+    """Add the Keyformer score of each query row to the keys it sees.
+
+    A row adds softmax_j((x_j + g_j) / tau), summed over the query heads of a KV head,
+    with x the scaled (and soft-capped) logit and g Gumbel noise; row r of a request
+    with q rows sees slots [0, kv_len - q + r + 1). Rows are added one after the other
+    in fp32, so the sum does not depend on chunking or batching. Paper: arXiv
+    2403.09054, section 3.
+
+    Args:
+        query: [num_tokens, num_query_heads, head_size], dtype of the cache, after
+            rotary embedding; rows may be strided.
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size] bf16, fp16 or
+            fp32, packed as `layout` says; blocks may be padded. Holds the keys of this
+            call's rows already.
+        score: [num_blocks, num_kv_heads, block_size] float32. Mutated.
+        position: int32, shape of `score`: logical position of the token in a slot.
+        block_table: [num_reqs, max_blocks] int32.
+        kv_lens: [num_reqs] int32, tokens in the cache, those of this call included.
+        query_start_loc: [num_reqs + 1] int32, prefix sums of the rows per request.
+        query_positions: [num_tokens] int64 logical positions.
+        tau: [num_tokens] float32 temperature; rows with tau <= 0 are not scored.
+        noise_keys: [num_reqs] int64, 0 for a request without noise.
+        layer_index: index of the layer in the model, for the noise.
+        first_query_head: index of query head 0 in the model, for the noise.
+        scale: factor of q . k.
+        soft_cap: logits become cap * tanh(x / cap); 0 for none.
+        layout: "vec", "vec16" or "amx", see ops/layout.py.
+        impl: "reference" or "cpu".
+
+    Raises:
+        ValueError, RuntimeError: naming the argument and its value.
+    """
+    _implementation(impl).score_keys(
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
+def reset_slots(
+    score: torch.Tensor,
+    position: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str,
+) -> None:
+    """Start the side data of freshly written slots: score 0, the token's position.
+
+    Args:
+        score: [num_blocks, num_kv_heads, block_size] float32. Mutated.
+        position: int32, shape of `score`. Mutated.
+        slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
+        positions: [num_tokens] int64 logical positions.
+        impl: "reference" or "cpu".
+
+    Raises:
+        RuntimeError: naming the argument and its value.
+    """
+    _implementation(impl).reset_slots(score, position, slot_mapping, positions)
+
+
+def select_keep(
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_evict: torch.Tensor,
+    num_sinks: torch.Tensor,
+    recent_start: torch.Tensor,
+    run_size: torch.Tensor,
+    random: torch.Tensor,
+    noise_keys: torch.Tensor,
+    *,
+    max_kv_len: int,
+    impl: str,
+) -> torch.Tensor:
+    """Choose the survivors of an eviction, per layer, request and KV head.
+
+    Sinks and recent tokens stay; of the rest the best by score, ties to the lower
+    position, NaN last, so that exactly kv_len - num_evict stay.
+
+    Args:
+        score: [num_layers, num_blocks, num_kv_heads, block_size] float32.
+        position: int32, shape of `score`.
+        block_table: [num_reqs, max_blocks] int32.
+        kv_lens: [num_reqs] int32, before the eviction.
+        num_evict: [num_reqs] int32 tokens that go; 0 keeps all.
+        num_sinks: [num_reqs] int32; positions below it stay.
+        recent_start: [num_reqs] int32; positions from it on stay.
+        run_size: [num_reqs] int32. 1 ranks tokens; above, runs of positions
+            [i * run_size, (i + 1) * run_size) by the sum of their candidates' scores,
+            the last run taken in part from its lower positions.
+        random: [num_reqs] bool or uint8; rank by a uniform draw keyed (noise key,
+            layer, KV head, position) instead of the score.
+        noise_keys: [num_reqs] int64.
+        max_kv_len: last dimension of the result, at least max(kv_lens).
+        impl: "reference" or "cpu".
+
+    Returns:
+        keep: [num_layers, num_reqs, num_kv_heads, max_kv_len] bool over slots of the
+        request, False beyond kv_len.
+
+    Raises:
+        RuntimeError: naming the argument and its value; also if sinks and recent
+            tokens alone exceed what may stay.
+    """
+    return _implementation(impl).select_keep(
+        score,
+        position,
+        block_table,
+        kv_lens,
+        num_evict,
+        num_sinks,
+        recent_start,
+        run_size,
+        random,
+        noise_keys,
+        max_kv_len,
+    )
+
+
+def compact_kv(
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_evict: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    layout: str,
+    impl: str,
+) -> None:
+    """Move the survivors out of the freed front, all layers and heads at once.
+
+    The survivors in slots [0, num_evict) fill, in order, the holes in
+    [num_evict, kv_len); K, V, score and position move together. The front keeps its
+    old bytes.
+
+    Args:
+        kv_cache: [num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size],
+            elements of 1, 2 or 4 bytes, packed as `layout` says. Mutated.
+        score: [num_layers, num_blocks, num_kv_heads, block_size] float32. Mutated.
+        position: int32, shape of `score`. Mutated.
+        block_table: [num_reqs, max_blocks] int32, before the eviction.
+        kv_lens: [num_reqs] int32, before the eviction.
+        num_evict: [num_reqs] int32 tokens that go.
+        keep: [num_layers, num_reqs, num_kv_heads, max_kv_len] bool, contiguous, from
+            `select_keep`.
+        layout: "vec", "vec16" or "amx".
+        impl: "reference" or "cpu".
+
+    Raises:
+        ValueError, RuntimeError: naming the argument and its value; also if `keep`
+            does not hold kv_len - num_evict survivors.
+    """
+    _implementation(impl).compact_kv(
+        kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout
+    )
+
+
+def _implementation(impl: str) -> ModuleType:
+    module = _loaded.get(impl)
+    if module is None:
+        if impl == "reference":
+            from keyformer_vllm.ops import reference as module
+        elif impl == "cpu":
+            from keyformer_vllm.ops import cpu as module
+        else:
+            raise RuntimeError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+        _loaded[impl] = module
+    return module

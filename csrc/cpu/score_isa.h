@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the code of one instruction set offers to the drivers, and the choice among them.
+#pragma once
+
+#include <cstdint>
+
+#include "noise.h"
+#include "paged_cache.h"
+
+namespace keyformer {
+
+// Consecutive scored query rows of one request, all query heads of one KV head.
+struct ScoreTile {
+  int64_t head_size;
+  int64_t block_size;
+  int64_t num_heads;  // query heads per KV head
+  int64_t num_rows;
+  ElementType element_type;
+  Layout layout;
+  float scale;
+  float soft_cap;              // 0: none
+  const char* keys;            // K of this (layer, KV head) in block 0
+  int64_t block_bytes;         // from block to block
+  const int32_t* block_table;  // [num_blocks of the request]
+  const float* query;          // [num_rows, num_heads, head_size]
+  const int32_t* visible;      // [num_rows] keys the row sees, ascending
+  const float* tau;            // [num_rows]
+  const RowKey* row_keys;      // [num_rows, num_heads], nullptr: no noise
+  const int32_t* positions;    // [keys, padded to whole chunks], of this KV head; nullptr: no noise
+  float* weights;              // [num_rows, num_heads, row_stride] scratch
+  int64_t row_stride;          // multiple of kKeyChunk
+  float* panel;                // [head_size, kKeyChunk] scratch
+};
+
+struct IsaKernels {
+  const char* name;
+  // Converts one query vector to fp32.
+  void (*widen)(const char* source, ElementType type, int64_t count, float* target);
+  // Fills the first head of each row with the row's normalised weights, summed over the query
+  // heads; zero from the row's visible keys up to the tile's last chunk.
+  void (*compute_tile)(const ScoreTile& tile);
+  // Adds the rows of a computed tile, in order, to the scores of this KV head.
+  void (*add_tile)(const ScoreTile& tile, float* score, int64_t score_block_stride);
+  // Noise of one row for positions [num_keys, padded to whole chunks]: gumbel, or exponential draws.
+  void (*fill_noise)(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel,
+                     float* noise);
+};
+
+namespace baseline {
+const IsaKernels& kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+const IsaKernels& kernels();
+}
+namespace avx512 {
+const IsaKernels& kernels();
+}
+#endif
+
+enum class Isa : int32_t { kAuto = 0, kBaseline = 1, kAvx2 = 2, kAvx512 = 3 };
+
+inline bool cpu_has(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+  // Every CPU with AVX2 and FMA also converts half precision (F16C).
+  if (isa == Isa::kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return isa == Isa::kBaseline || isa == Isa::kAuto;
+}
+
+inline const IsaKernels& kernels_for(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAuto) {
+    if (cpu_has(Isa::kAvx512)) return avx512::kernels();
+    if (cpu_has(Isa::kAvx2)) return avx2::kernels();
+  }
+  if (isa == Isa::kAvx512) return avx512::kernels();
+  if (isa == Isa::kAvx2) return avx2::kernels();
+#endif
+  return baseline::kernels();
+}
+
+}  // namespace keyformer

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of one tile: logits by a register-blocked product over unpacked key panels, noisy softmax
+// row by row, sum over the query heads. Every number depends only on its own row and key, never on
+// the other rows of the tile, so the result is the same however rows are cut into tiles.
+#pragma once
+
+#include <cmath>
+
+#include "noise_vec.h"
+#include "score_isa.h"
+#include "vec.h"
+
+namespace keyformer::KEYFORMER_ISA {
+namespace {
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+template <typename T>
+void widen_as(const char* source, int64_t count, float* target) {
+  const T* elements = reinterpret_cast<const T*>(source);
+  for (int64_t i = 0; i < count; i += kLanes) store(target + i, load_as_float(elements + i));
+}
+
+void widen(const char* source, ElementType type, int64_t count, float* target) {
+  if (type == ElementType::kFloat32) return widen_as<float>(source, count, target);
+  if (type == ElementType::kBFloat16) return widen_as<BFloat16>(source, count, target);
+  return widen_as<Float16>(source, count, target);
+}
+
+// K of kKeyChunk tokens from `token` on, as fp32 [head_size, kKeyChunk].
+template <typename T>
+void unpack_keys_vec(const T* keys, int64_t head_size, int64_t block_size, int64_t token,
+                     float* panel) {
+  for (int64_t d = 0; d < head_size; ++d) {
+    for (int64_t t = 0; t < kKeyChunk; t += kLanes) {
+      store(panel + d * kKeyChunk + t, load_as_float(keys + d * block_size + token + t));
+    }
+  }
+}
+
+// amx: groups of 16 tokens; inside, dimension pairs of 16 tokens are interleaved.
+inline void unpack_keys_amx(const BFloat16* keys, int64_t head_size, int64_t token, float* panel) {
+  for (int64_t group = 0; group < kKeyChunk; group += 16) {
+    const BFloat16* source = keys + (token + group) * head_size;
+    for (int64_t d = 0; d < head_size; d += 2) {
+      float* even = panel + d * kKeyChunk + group;
+      float* odd = even + kKeyChunk;
+      for (int64_t t = 0; t < 16; t += kLanes) {
+        const VecU pair = load<VecU>(source + d * 16 + 2 * t);
+        store(even + t, bit_cast<VecF>(pair << 16));
+        store(odd + t, bit_cast<VecF>(pair & 0xFFFF0000u));
+      }
+    }
+  }
+}
+
+// The panel of one chunk and its row stride; fp32 "vec" blocks are panels already.
+inline const float* key_panel(const ScoreTile& tile, int64_t chunk_start, int64_t* stride) {
+  const int64_t block = tile.block_table[chunk_start / tile.block_size];
+  const int64_t token = chunk_start % tile.block_size;
+  const char* keys = tile.keys + block * tile.block_bytes;
+  if (tile.layout == Layout::kVec && tile.element_type == ElementType::kFloat32) {
+    *stride = tile.block_size;
+    return reinterpret_cast<const float*>(keys) + token;
+  }
+  *stride = kKeyChunk;
+  if (tile.layout == Layout::kAmx) {
+    unpack_keys_amx(reinterpret_cast<const BFloat16*>(keys), tile.head_size, token, tile.panel);
+  } else if (tile.element_type == ElementType::kBFloat16) {
+    unpack_keys_vec(reinterpret_cast<const BFloat16*>(keys), tile.head_size, tile.block_size, token,
+                    tile.panel);
+  } else {
+    unpack_keys_vec(reinterpret_cast<const Float16*>(keys), tile.head_size, tile.block_size, token,
+                    tile.panel);
+  }
+  return tile.panel;
+}
+
+// Logits of kRows query vectors against one chunk; the sum over the head size runs in order.
+template <int kRows>
+void multiply_panel(const float* query, int64_t head_size, const float* panel, int64_t panel_stride,
+                    float scale, float soft_cap, float* logits, int64_t row_stride) {
+  for (int64_t t = 0; t < kKeyChunk; t += 2 * kLanes) {
+    VecF sums[kRows][2] = {};
+    for (int64_t d = 0; d < head_size; ++d) {
+      const VecF keys_0 = load<VecF>(panel + d * panel_stride + t);
+      const VecF keys_1 = load<VecF>(panel + d * panel_stride + t + kLanes);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        const VecF q = splat(query[row * head_size + d]);
+        sums[row][0] = multiply_add(q, keys_0, sums[row][0]);
+        sums[row][1] = multiply_add(q, keys_1, sums[row][1]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        VecF x = sums[row][half] * scale;
+        if (soft_cap > 0.0f) x = soft_cap_logits(x, soft_cap);
+        store(logits + row * row_stride + t + half * kLanes, x);
+      }
+    }
+  }
+}
+
+using MultiplyPanel = void (*)(const float*, int64_t, const float*, int64_t, float, float, float*,
+                               int64_t);
+
+// multiply_panel by number of rows; a tile never asks for 0 of them.
+constexpr MultiplyPanel kMultiplyPanel[] = {
+    nullptr,           multiply_panel<1>, multiply_panel<2>, multiply_panel<3>, multiply_panel<4>,
+    multiply_panel<5>, multiply_panel<6>,
+#if defined(__AVX512F__)
+    multiply_panel<7>, multiply_panel<8>, multiply_panel<9>, multiply_panel<10>,
+    multiply_panel<11>, multiply_panel<12>,
+#endif
+};
+static_assert(sizeof(kMultiplyPanel) / sizeof(kMultiplyPanel[0]) == kTileRows + 1,
+              "one product per row count");
+
+void compute_logits(const ScoreTile& tile) {
+  const int64_t num_keys = tile.visible[tile.num_rows - 1];
+  const int64_t num_vectors = tile.num_rows * tile.num_heads;
+  int64_t first_row = 0;
+  for (int64_t chunk = 0; chunk < num_keys; chunk += kKeyChunk) {
+    // Rows that end before this chunk cannot see it: only the causal part is computed.
+    while (tile.visible[first_row] <= chunk) ++first_row;
+    int64_t panel_stride;
+    const float* panel = key_panel(tile, chunk, &panel_stride);
+    int64_t vector = first_row * tile.num_heads;
+    while (vector < num_vectors) {
+      const int64_t left = num_vectors - vector;
+      const int64_t count = left < kTileRows ? left : kTileRows;
+      kMultiplyPanel[count](tile.query + vector * tile.head_size, tile.head_size, panel,
+                            panel_stride, tile.scale, tile.soft_cap,
+                            tile.weights + vector * tile.row_stride + chunk, tile.row_stride);
+      vector += count;
+    }
+  }
+}
+
+inline float row_max(const float* row, int64_t num_keys) {
+  VecF largest = load<VecF>(row);
+  for (int64_t j = kLanes; j < num_keys; j += kLanes) {
+    const VecF x = load<VecF>(row + j);
+    // A NaN on the left of `>` loses, one already in `largest` stays lost: it shows up in the sum.
+    largest = x > largest ? x : largest;
+  }
+  return max_lane(largest);
+}
+
+// Turns the logits of one (row, head) into unnormalised weights and returns their sum. Logits
+// beyond the visible keys are -inf, which makes their weight exactly 0.
+template <bool kNoise>
+float weigh_row(float* row, int64_t num_keys, float tau, RowKey key, const int32_t* positions) {
+  VecF sum = {};
+  if (tau == 1.0f) {
+    // exp(x + g) = exp(x) / E: one logarithm instead of two.
+    const float largest = row_max(row, num_keys);
+    for (int64_t j = 0; j < num_keys; j += kLanes) {
+      VecF weight = exp_nonpositive(load<VecF>(row + j) - largest);
+      if constexpr (kNoise) weight = weight / draw_exponential(key, positions + j);
+      store(row + j, weight);
+      sum += weight;
+    }
+    return sum_lanes(sum);
+  }
+  if constexpr (kNoise) {
+    for (int64_t j = 0; j < num_keys; j += kLanes) {
+      const VecF noise = gumbel_from_exponential(draw_exponential(key, positions + j));
+      store(row + j, load<VecF>(row + j) + noise);
+    }
+  }
+  const float largest = row_max(row, num_keys);
+  const float inverse_tau = 1.0f / tau;
+  for (int64_t j = 0; j < num_keys; j += kLanes) {
+    const VecF weight = exp_nonpositive((load<VecF>(row + j) - largest) * inverse_tau);
+    store(row + j, weight);
+    sum += weight;
+  }
+  return sum_lanes(sum);
+}
+
+void compute_tile(const ScoreTile& tile) {
+  compute_logits(tile);
+  const int64_t tile_keys = round_up(tile.visible[tile.num_rows - 1], kKeyChunk);
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const int64_t visible = tile.visible[r];
+    const int64_t padded = round_up(visible, kLanes);
+    float* weights = tile.weights + r * tile.num_heads * tile.row_stride;
+    for (int64_t h = 0; h < tile.num_heads; ++h) {
+      float* row = weights + h * tile.row_stride;
+      for (int64_t j = visible; j < padded; ++j) row[j] = -INFINITY;
+      const float sum =
+          tile.row_keys != nullptr
+              ? weigh_row<true>(row, padded, tile.tau[r], tile.row_keys[r * tile.num_heads + h],
+                                tile.positions)
+              : weigh_row<false>(row, padded, tile.tau[r], RowKey{}, nullptr);
+      const float inverse_sum = 1.0f / sum;
+      for (int64_t j = 0; j < padded; j += kLanes) {
+        VecF share = load<VecF>(row + j) * inverse_sum;
+        if (h > 0) share = load<VecF>(weights + j) + share;
+        store(weights + j, share);
+      }
+    }
+    for (int64_t j = padded; j < tile_keys; j += kLanes) store(weights + j, VecF{});
+  }
+}
+
+void add_tile(const ScoreTile& tile, float* score, int64_t score_block_stride) {
+  const int64_t num_keys = tile.visible[tile.num_rows - 1];
+  const int64_t row_stride = tile.num_heads * tile.row_stride;
+  for (int64_t j = 0; j < num_keys; j += kLanes) {
+    const int64_t block = tile.block_table[j / tile.block_size];
+    float* target = score + block * score_block_stride + j % tile.block_size;
+    const float* weights = tile.weights + j;
+    if (num_keys - j >= kLanes) {
+      VecF total = load<VecF>(target);
+      for (int64_t r = 0; r < tile.num_rows; ++r) total += load<VecF>(weights + r * row_stride);
+      store(target, total);
+    } else {
+      // Slots behind the last key belong to nobody yet: leave their bytes alone.
+      for (int64_t lane = 0; lane < num_keys - j; ++lane) {
+        for (int64_t r = 0; r < tile.num_rows; ++r) target[lane] += weights[r * row_stride + lane];
+      }
+    }
+  }
+}
+
+void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel, float* noise) {
+  for (int64_t j = 0; j < num_keys; j += kLanes) {
+    const VecF exponential = draw_exponential(row, positions + j);
+    store(noise + j, gumbel ? gumbel_from_exponential(exponential) : exponential);
+  }
+}
+
+}  // namespace
+
+#define KEYFORMER_STRINGIZE_(x) #x
+#define KEYFORMER_STRINGIZE(x) KEYFORMER_STRINGIZE_(x)
+
+const IsaKernels& kernels() {
+  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen,
+                                          compute_tile, add_tile, fill_noise};
+  return kKernels;
+}
+
+}  // namespace keyformer::KEYFORMER_ISA

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses bad per-request settings with HTTP 400, before the engine sees them.
+
+A value that is first checked inside the engine loop stops every other request
+with it. ``InputProcessor`` (``vllm/v1/engine/input_processor.py``) is the one
+gate that completions, chat, responses and ``LLM.generate`` all pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keyformer_vllm.adapters import compat
+from keyformer_vllm.config import (
+    KVPolicyError,
+    config_from_additional,
+    refuse_request_without_policy,
+)
+
+_WRAPPED = "_keyformer_wrapped"
+_MAX_NAME = 60
+
+
+def install() -> None:
+    """Wrap ``InputProcessor`` of vLLM, once however often this is called."""
+    processor = compat.InputProcessor
+    if hasattr(processor._validate_params, _WRAPPED):
+        return
+    processor._validate_params = _wrap_validate(processor._validate_params)
+    processor.process_inputs = _wrap_process(processor.process_inputs)
+
+
+def check_request(additional_config: Any, extra_args: Any) -> None:
+    """Check the ``kv_*`` settings of one request.
+
+    Args:
+        additional_config: the engine's, with or without a policy in it.
+        extra_args: the request's ``vllm_xargs``, or None.
+
+    Raises:
+        VLLMValidationError: naming the setting as ``vllm_xargs.<name>``; the
+            front end turns it into HTTP 400.
+    """
+    if extra_args is None:
+        return
+    if not isinstance(extra_args, Mapping):
+        raise compat.VLLMValidationError(
+            "extra_args must be a mapping", parameter="extra_args"
+        )
+    try:
+        config = config_from_additional(additional_config)
+        if config is None:
+            refuse_request_without_policy(extra_args)
+        else:
+            config.with_request(extra_args)
+    except KVPolicyError as error:
+        raise compat.VLLMValidationError(
+            str(error), parameter=f"vllm_xargs.{error.parameter[:_MAX_NAME]}"
+        ) from None
+
+
+def check_session(additional_config: Any, resumable: bool) -> None:
+    """Refuse a streaming session, which keeps its cache between its inputs.
+
+    Raises:
+        VLLMValidationError: when a policy is on and the request is resumable.
+    """
+    config = config_from_additional(additional_config) if resumable else None
+    if config is not None:
+        raise compat.VLLMValidationError(
+            f"--kv-policy {config.policy} cannot be combined with streaming input: "
+            "the cache of a resumable request outlives its prompt; send the whole "
+            "prompt at once, or start the server without --kv-policy",
+            parameter="resumable",
+        )
+
+
+def _wrap_validate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        resolved = stock(self, params, *args, **kwargs)
+        check_request(
+            self.vllm_config.additional_config, getattr(params, "extra_args", None)
+        )
+        return resolved
+
+    setattr(_validate_params, _WRAPPED, True)
+    return _validate_params
+
+
+def _wrap_process(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = stock(self, *args, **kwargs)
+        check_session(self.vllm_config.additional_config, request.resumable)
+        return request
+
+    return process_inputs
