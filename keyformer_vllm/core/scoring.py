@@ -30,15 +30,15 @@ def tau_schedule(
     Args:
         position: int, any shape: logical positions of the queries.
         num_prompt_tokens, max_tokens: broadcast against `position`; `max_tokens` is
-            the most tokens the request may generate, at least 1.
+            the most tokens the request may generate (0 counts as 1: rows of a batch
+            that belong to no request must not divide by it).
         tau_init, tau_end: positive.
 
     Returns:
         float32, broadcast shape; computed in float64 and rounded once.
     """
     assert tau_init > 0 and tau_end > 0, (tau_init, tau_end)
-    max_tokens = torch.as_tensor(max_tokens, device=position.device)
-    assert (max_tokens >= 1).all(), max_tokens
+    max_tokens = torch.as_tensor(max_tokens, device=position.device).clamp(min=1)
     generated = (position - num_prompt_tokens + 1).clamp(min=0)
     share = torch.minimum(generated, max_tokens).double() / max_tokens
     return (tau_init + share * (tau_end - tau_init)).to(torch.float32)

@@ -5,6 +5,9 @@ import torch
 
 from keyformer_vllm.core import noise
 
+RUN_SIZE = 16
+"""Positions per run when whole blocks are selected; not the KV cache's block size."""
+
 # Ranks of a token, the first to be retained first.
 _ALWAYS, _CANDIDATE, _ABSENT = 0, 1, 2
 
@@ -27,14 +30,14 @@ def select_kept(
 
     With `run_size` > 1, candidates are taken by whole runs of positions
     [run_size * i, run_size * (i + 1)), ranked by the sum of their candidates' scores
-    (added one by one in ascending position, in the dtype of `score`); of equal sums,
-    the lower run stays. The last run taken fits in part: its lower positions stay.
+    (in float64, one by one in ascending position); of equal sums, the lower run stays.
+    Of the last run taken, as many as still fit stay, lower positions first.
 
     Args:
         score: float [..., kv_len]; for a random choice, `random_rank`.
         position: int [..., kv_len], distinct within a row, any order.
         num_keep, num_sinks, recent_start: int, or int tensors [...] (leading shape).
-        run_size: 1 selects single tokens.
+        run_size: 1 selects single tokens, `RUN_SIZE` runs.
         valid: bool [..., kv_len]; False marks padding that is not a token. None: all
             are tokens.
 
@@ -107,8 +110,9 @@ def _run_score(
     # Padding may hold any position: park it at 0, where it adds nothing.
     position = position.masked_fill(~candidate, 0)
     num_runs = int(position.max()) // run_size + 1
+    score = score.double().masked_fill(~candidate, 0.0)
     by_position = score.new_zeros(*score.shape[:-1], num_runs * run_size)
-    by_position.scatter_add_(-1, position, score.masked_fill(~candidate, 0.0))
+    by_position.scatter_add_(-1, position, score)
     by_run = by_position.unflatten(-1, (num_runs, run_size))
     total = by_run[..., 0].clone()
     for column in range(1, run_size):  # a fixed order of addition

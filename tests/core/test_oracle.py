@@ -166,7 +166,7 @@ def test_equals_brute_force(policy, interval):
     )
 
 
-@pytest.mark.parametrize("num_query_heads, num_kv_heads", [(3, 3), (9, 3), (5, 1)])
+@pytest.mark.parametrize("num_query_heads, num_kv_heads", [(2, 2), (6, 2), (3, 1)])
 def test_equals_brute_force_on_other_head_counts(num_query_heads, num_kv_heads):
     layer = make_layer(make_retention(budget=12), num_query_heads, num_kv_heads)
     tensors = make_tensors(num_query_heads, num_kv_heads)

@@ -148,8 +148,9 @@ def test_tau_schedule():
         torch.tensor([10, 10]), torch.tensor([11, 10]), torch.tensor([5, 2]), 1.0, 2.0
     )
     assert per_request.tolist() == [1.0, 1.5]
+    assert scoring.tau_schedule(position[2:3], 10, 0, 1.0, 2.0).tolist() == [2.0]
     with pytest.raises(AssertionError):
-        scoring.tau_schedule(position, 10, 0, 1.0, 2.0)
+        scoring.tau_schedule(position, 10, 4, 1.0, 0.0)
 
 
 def test_is_scored():
