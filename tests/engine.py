@@ -108,34 +108,36 @@ class Engine:
         if forcing:
             settings["logits_processors"] = [_forced_tokens_processor()]
         self.block_size = block_size
-        self._llm_engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                dtype=dtype,
-                block_size=block_size,
-                num_gpu_blocks_override=num_blocks,
-                enforce_eager=eager,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_logprobs=-1,
-                seed=0,
-                **settings,
-            )
+        args = EngineArgs(
+            model=str(model),
+            dtype=dtype,
+            block_size=block_size,
+            num_gpu_blocks_override=num_blocks,
+            enforce_eager=eager,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_logprobs=-1,
+            seed=0,
+            **settings,
         )
+        try:
+            self._llm_engine = LLMEngine.from_engine_args(args)
+        except BaseException:
+            # A half-built engine would leave its process group to the next one.
+            _forget_distributed_state()
+            raise
         self._num_requests = 0
         self._live: dict[str, Request] = {}
         self._trace_offset = 0
         self._trace: dict[str, list[dict[str, Any]]] = {}
 
     def close(self) -> None:
-        """Stop the engine and release what it holds."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
+        """Stop the engine. What it holds goes at the next garbage collection, which
+        takes a second and is left to whoever closes the last engine."""
         self._llm_engine.engine_core.shutdown()
         del self._llm_engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        _forget_distributed_state()
 
     # Serving.
 
@@ -162,6 +164,7 @@ class Engine:
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
         extra: dict[str, Any] = dict(kv or {})
         if forced is not None:
@@ -172,6 +175,7 @@ class Engine:
             max_tokens=max_tokens,
             logprobs=logprobs,
             extra_args=extra or None,
+            output_kind=RequestOutputKind.DELTA,
             **sampling,
         )
         given_id = request_id or f"r{self._num_requests}"
@@ -191,16 +195,15 @@ class Engine:
         """One scheduler step; harmless when there is nothing to do."""
         for output in self._llm_engine.step():
             request = self._live[output.request_id]
-            for completion in output.outputs:
-                sequence = request.completions[completion.index]
-                sequence.tokens = list(completion.token_ids)
-                sequence.text = completion.text
-                sequence.finish_reason = completion.finish_reason
-                if completion.logprobs is not None:
-                    sequence.logprobs = [
-                        {token: entry.logprob for token, entry in position.items()}
-                        for position in completion.logprobs
-                    ]
+            for delta in output.outputs:
+                completion = request.completions[delta.index]
+                completion.tokens.extend(delta.token_ids)
+                completion.text += delta.text
+                completion.finish_reason = delta.finish_reason
+                completion.logprobs.extend(
+                    {token: entry.logprob for token, entry in position.items()}
+                    for position in delta.logprobs or ()
+                )
             if output.finished:
                 request.finished = True
                 del self._live[output.request_id]
@@ -304,6 +307,7 @@ def open_engine(*args: Any, **settings: Any) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+        gc.collect()
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = 256) -> list[int]:
@@ -312,6 +316,16 @@ def random_prompt(length: int, seed: int, vocab_size: int = 256) -> list[int]:
 
     generator = random.Random(f"{length}/{seed}")
     return [generator.randrange(vocab_size) for _ in range(length)]
+
+
+def _forget_distributed_state() -> None:
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _child_ids(engine_id: str, n: int) -> list[str]:
