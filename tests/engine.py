@@ -170,7 +170,11 @@ class Engine:
         if forced is not None:
             extra[FORCED_TOKENS] = list(forced)
             max_tokens = len(forced)
-        sampling = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+        sampling = {
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "detokenize": False,
+        } | sampling
         params = SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
@@ -223,7 +227,9 @@ class Engine:
             raise AssertionError(f"still busy after {max_steps} steps")
         self.step()
 
-    def generate(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], **params: Any
+    ) -> list[Request]:
         """Serve prompts as one batch, all with the same parameters."""
         requests = [self.add(prompt, **params) for prompt in prompts]
         self.run()
@@ -257,7 +263,9 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        return self._llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        return (
+            self._llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        )
 
     @property
     def model_runner(self) -> Any:
@@ -281,7 +289,9 @@ class Engine:
         lines = [line for lines in self._trace.values() for line in lines]
         return sorted(lines, key=lambda line: line["step"])
 
-    def kept_sets(self, request: Request | Completion) -> dict[int, list[list[list[int]]]]:
+    def kept_sets(
+        self, request: Request | Completion
+    ) -> dict[int, list[list[list[int]]]]:
         """Per eviction: tokens computed by then -> layer -> KV head -> positions."""
         return {
             line["positions"][0]: line["kept"]

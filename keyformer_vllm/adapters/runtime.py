@@ -21,8 +21,6 @@ from keyformer_vllm.ops.layout import (
     side_views,
 )
 
-logger = compat.init_logger(__name__)
-
 
 class WorkerRuntime:
     """Eviction state of one worker; lives as long as its KV cache.
