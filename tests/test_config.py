@@ -302,3 +302,12 @@ def test_import_is_light():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trace_file_that_cannot_be_written_is_refused(tmp_path):
+    good = KeyformerConfig("keyformer", trace=str(tmp_path / "trace.jsonl"))
+    good.check_trace()
+    KeyformerConfig("keyformer").check_trace()
+    for bad in (tmp_path / "missing" / "trace.jsonl", tmp_path):
+        with pytest.raises(KVPolicyError, match="kv_trace=.* cannot be written"):
+            KeyformerConfig("keyformer", trace=str(bad)).check_trace()
