@@ -199,17 +199,16 @@ def dense_scores(
     for request, (kv_len, num_rows) in enumerate(spec.lens):
         begin = int(batch.query_start_loc[request])
         positions = batch.side(batch.position, request)[0]
+        tokens = torch.arange(begin, begin + num_rows)
+        scored = tokens[tau[tokens] > 0]
+        sees = kv_len - num_rows + (scored - begin) + 1
+        hidden = torch.arange(kv_len) >= sees[:, None]
         total = torch.zeros(spec.num_kv_heads, kv_len, dtype=dtype)
-        for row in range(num_rows):
-            token = begin + row
-            row_tau = tau[token].to(dtype)
-            if row_tau <= 0:
-                continue
-            sees = kv_len - num_rows + row + 1
-            for query_head in range(spec.num_query_heads):
-                kv_head = query_head // group
-                key = batch.keys[request][0, :sees, kv_head].to(dtype)
-                x = key @ batch.query[token, query_head].to(dtype) * scale
+        for kv_head in range(spec.num_kv_heads if len(scored) else 0):
+            key = batch.keys[request][0, :, kv_head].to(dtype)
+            shares = torch.zeros(len(scored), kv_len, dtype=dtype)
+            for query_head in range(kv_head * group, (kv_head + 1) * group):
+                x = batch.query[scored, query_head].to(dtype) @ key.T * scale
                 if soft_cap > 0:
                     x = soft_cap * torch.tanh(x / soft_cap)
                 if int(noise_keys[request]) != 0:
@@ -217,9 +216,12 @@ def dense_scores(
                         int(noise_keys[request]),
                         layer_index,
                         first_query_head + query_head,
-                        int(batch.query_positions[token]),
+                        batch.query_positions[scored, None],
                     )
-                    x = x + noise.gumbel(rows, positions[kv_head, :sees]).to(dtype)
-                total[kv_head, :sees] += torch.softmax(x / row_tau, dim=0)
+                    x = x + noise.gumbel(rows, positions[kv_head]).to(dtype)
+                x = (x / tau[scored, None].to(dtype)).masked_fill(hidden, -torch.inf)
+                shares += torch.softmax(x, dim=1)
+            for row in shares:  # one after the other, as the operators promise
+                total[kv_head] += row
         result.append(total)
     return result

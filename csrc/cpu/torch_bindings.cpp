@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -36,19 +38,48 @@ keyformer::ThreadPool torch_pool() {
           }};
 }
 
+// Raises ValueError in Python. Like STD_TORCH_CHECK, without a C++ file name in the message.
+template <typename... Parts>
+void check(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    default:
+      return "another dtype";
+  }
+}
+
 void check_tensor(const char* name, const Tensor& tensor, ScalarType type, int64_t rank) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, ": must be a CPU tensor");
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, ": wrong dtype, torch type number ",
-                  static_cast<int>(tensor.scalar_type()), ", expected ", static_cast<int>(type));
-  STD_TORCH_CHECK(tensor.dim() == rank, name, ": has ", tensor.dim(), " dimensions, expected ",
-                  rank);
-  STD_TORCH_CHECK(rank == 0 || tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1, name,
-                  ": last dimension must be contiguous, its stride is ", tensor.stride(rank - 1));
+  check(tensor.is_cpu(), name, ": must be a CPU tensor");
+  check(tensor.scalar_type() == type, name, ": dtype must be ", dtype_name(type), ", got ",
+        dtype_name(tensor.scalar_type()));
+  check(tensor.dim() == rank, name, ": has ", tensor.dim(), " dimensions, expected ", rank);
+  check(rank == 0 || tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1, name,
+        ": last dimension must be contiguous, its stride is ", tensor.stride(rank - 1));
 }
 
 void check_size(const char* name, const Tensor& tensor, int64_t dim, int64_t size) {
-  STD_TORCH_CHECK(tensor.size(dim) == size, name, ": dimension ", dim, " has size ",
-                  tensor.size(dim), ", expected ", size);
+  check(tensor.size(dim) == size, name, ": dimension ", dim, " has size ", tensor.size(dim),
+        ", expected ", size);
 }
 
 template <typename T>
@@ -71,24 +102,24 @@ keyformer::SideView<T> side_view(const char* name, const Tensor& tensor, ScalarT
 }
 
 keyformer::PagedCache paged_cache(const Tensor& cache, int64_t offset, int64_t layout) {
-  STD_TORCH_CHECK(cache.is_cpu(), "kv_cache: must be a CPU tensor");
-  STD_TORCH_CHECK(cache.dim() == 4 + offset, "kv_cache: has ", cache.dim(),
-                  " dimensions, expected ", 4 + offset);
-  STD_TORCH_CHECK(layout == 0 || layout == 1, "layout: unknown number ", layout);
+  check(cache.is_cpu(), "kv_cache: must be a CPU tensor");
+  check(cache.dim() == 4 + offset, "kv_cache: has ", cache.dim(), " dimensions, expected ",
+        4 + offset);
+  check(layout == 0 || layout == 1, "layout: unknown number ", layout);
   const int64_t block_size = cache.size(offset + 2);
   const int64_t width = cache.size(offset + 3);
-  STD_TORCH_CHECK(block_size > 0 && block_size % keyformer::kKeyChunk == 0,
-                  "kv_cache: block size must be a multiple of 32, got ", block_size);
-  STD_TORCH_CHECK(width > 0 && width % 32 == 0,
-                  "kv_cache: head size must be a multiple of 16, got ", width / 2);
-  STD_TORCH_CHECK(cache.stride(offset + 3) == 1 && cache.stride(offset + 2) == width,
-                  "kv_cache: one (block, head) must be contiguous, strides are ",
-                  cache.stride(offset + 2), ", ", cache.stride(offset + 3));
+  check(block_size > 0 && block_size % keyformer::kKeyChunk == 0,
+        "kv_cache: block size must be a multiple of 32, got ", block_size);
+  check(width > 0 && width % 32 == 0, "kv_cache: head size must be a multiple of 16, got ",
+        width / 2);
+  check(cache.stride(offset + 3) == 1 && cache.stride(offset + 2) == width,
+        "kv_cache: one (block, head) must be contiguous, strides are ", cache.stride(offset + 2),
+        ", ", cache.stride(offset + 3));
   const int64_t element_size = static_cast<int64_t>(cache.element_size());
-  STD_TORCH_CHECK(element_size == 1 || element_size == 2 || element_size == 4,
-                  "kv_cache: element size must be 1, 2 or 4 bytes, got ", element_size);
-  STD_TORCH_CHECK(layout == 0 || element_size == 2,
-                  "layout: amx packs 2-byte elements, kv_cache has ", element_size);
+  check(element_size == 1 || element_size == 2 || element_size == 4,
+        "kv_cache: element size must be 1, 2 or 4 bytes, got ", element_size);
+  check(layout == 0 || element_size == 2, "layout: amx packs 2-byte elements, kv_cache has ",
+        element_size);
   return {static_cast<char*>(cache.data_ptr()),
           element_size,
           offset == 1 ? cache.stride(0) : 0,
@@ -115,14 +146,12 @@ keyformer::RequestBatch request_batch(const Tensor& block_table, const Tensor& k
 
 keyformer::ElementType element_type(const Tensor& tensor, int64_t layout) {
   const ScalarType type = tensor.scalar_type();
-  STD_TORCH_CHECK(layout == 0 || type == ScalarType::BFloat16,
-                  "layout: amx is scored in bfloat16 only, kv_cache has torch type number ",
-                  static_cast<int>(type));
+  check(layout == 0 || type == ScalarType::BFloat16,
+        "layout: amx is scored in bfloat16 only, kv_cache is ", dtype_name(type));
   if (type == ScalarType::Float) return keyformer::ElementType::kFloat32;
   if (type == ScalarType::BFloat16) return keyformer::ElementType::kBFloat16;
-  STD_TORCH_CHECK(type == ScalarType::Half,
-                  "kv_cache: dtype must be float32, bfloat16 or float16, torch type number ",
-                  static_cast<int>(type));
+  check(type == ScalarType::Half, "kv_cache: dtype must be float32, bfloat16 or float16, got ",
+        dtype_name(type));
   return keyformer::ElementType::kFloat16;
 }
 
@@ -141,9 +170,8 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
   args.query_head_stride = query.stride(1);
   args.num_tokens = query.size(0);
   args.num_query_heads = query.size(1);
-  STD_TORCH_CHECK(args.num_query_heads % args.cache.num_kv_heads == 0,
-                  "query: ", args.num_query_heads, " query heads do not divide among ",
-                  args.cache.num_kv_heads, " KV heads");
+  check(args.num_query_heads % args.cache.num_kv_heads == 0, "query: ", args.num_query_heads,
+        " query heads do not divide among ", args.cache.num_kv_heads, " KV heads");
   args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
   check_side_size("score", score, kv_cache);
   args.position = side_view<const int32_t>("position", position, ScalarType::Int, 0, &score);
@@ -198,15 +226,14 @@ Tensor select_keep(const Tensor& score, const Tensor& position, const Tensor& bl
   args.recent_start = vector_data<int32_t>("recent_start", recent_start, ScalarType::Int, num_reqs);
   args.run_size = vector_data<int32_t>("run_size", run_size, ScalarType::Int, num_reqs);
   const ScalarType flag = random.scalar_type();
-  STD_TORCH_CHECK(flag == ScalarType::Bool || flag == ScalarType::Byte,
-                  "random: dtype must be bool or uint8, torch type number ",
-                  static_cast<int>(flag));
+  check(flag == ScalarType::Bool || flag == ScalarType::Byte,
+        "random: dtype must be bool or uint8, got ", dtype_name(flag));
   args.random = vector_data<uint8_t>("random", random, flag, num_reqs);
   args.noise_keys = vector_data<int64_t>("noise_keys", noise_keys, ScalarType::Long, num_reqs);
   args.first_layer = first_layer;
   args.first_kv_head = first_kv_head;
   args.max_kv_len = max_kv_len;
-  STD_TORCH_CHECK(max_kv_len >= 0, "max_kv_len: must not be negative, got ", max_kv_len);
+  check(max_kv_len >= 0, "max_kv_len: must not be negative, got ", max_kv_len);
   const std::vector<int64_t> size = {args.num_layers, num_reqs, args.num_kv_heads, max_kv_len};
   Tensor keep = torch::stable::new_zeros(score, size, ScalarType::Bool);
   args.keep = static_cast<uint8_t*>(keep.data_ptr());
@@ -227,7 +254,7 @@ void compact_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& posit
   const int64_t num_reqs = args.requests.num_reqs;
   args.num_evict = vector_data<int32_t>("num_evict", num_evict, ScalarType::Int, num_reqs);
   check_tensor("keep", keep, ScalarType::Bool, 4);
-  STD_TORCH_CHECK(keep.is_contiguous(), "keep: must be contiguous");
+  check(keep.is_contiguous(), "keep: must be contiguous");
   check_size("keep", keep, 0, args.cache.num_layers);
   check_size("keep", keep, 1, num_reqs);
   check_size("keep", keep, 2, args.cache.num_kv_heads);
@@ -255,9 +282,12 @@ Tensor draw_noise(const Tensor& positions, int64_t noise_key, int64_t layer, int
 }
 
 void set_cpu_isa(int64_t isa) {
-  STD_TORCH_CHECK(isa >= 0 && isa <= 3, "isa: unknown number ", isa);
+  check(isa >= 0 && isa <= 3, "isa: unknown number ", isa);
   const auto choice = static_cast<keyformer::Isa>(isa);
-  STD_TORCH_CHECK(keyformer::cpu_has(choice), "isa: this CPU lacks instruction set number ", isa);
+  if (!keyformer::cpu_has(choice)) {
+    throw std::runtime_error("isa: this CPU lacks " +
+                             std::string(keyformer::kernels_for(choice).name));
+  }
   forced_isa.store(choice, std::memory_order_relaxed);
 }
 

@@ -73,6 +73,8 @@ def _window(config: Any) -> str | None:
         "attention",
         "full_attention",
     }
+    if config.model_config.is_hybrid:  # its state layers have a line of their own
+        unusual &= {"sliding_attention", "chunked_attention"}
     # --disable-sliding-window leaves the layer types and takes the window away.
     if getattr(text, "sliding_window", None) is None:
         unusual -= {"sliding_attention"}

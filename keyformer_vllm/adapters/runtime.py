@@ -21,8 +21,6 @@ from keyformer_vllm.ops.layout import (
     side_views,
 )
 
-logger = compat.init_logger(__name__)
-
 
 class WorkerRuntime:
     """Eviction state of one worker; lives as long as its KV cache.
@@ -76,7 +74,10 @@ class WorkerRuntime:
             )
         for builder in compat.metadata_builders(model_runner):
             builder.bind(self)
-        self.trace = TraceWriter(config.trace, rank) if config.trace else None
+        self.trace: TraceWriter | None = None
+        if config.trace is not None:
+            engine = vllm_config.parallel_config.data_parallel_index
+            self.trace = TraceWriter(config.trace, rank, engine)
 
     def batch_request_ids(self) -> list[str]:
         """Request ids of the batch being run, in row order."""

@@ -26,7 +26,9 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def require_impl(impl: str) -> None:
-    """Load an implementation now, so that a missing one fails at start-up.
+    """Load an implementation now: a missing one fails at start-up.
+
+    Needed before torch.compile traces an operator: tracing cannot load a module.
 
     Args:
         impl: "reference" or "cpu".
@@ -86,7 +88,7 @@ def score_keys(
         impl: "reference" or "cpu".
 
     Raises:
-        ValueError, RuntimeError: naming the argument and its value.
+        ValueError: naming the argument and its value.
     """
     _implementation(impl).score_keys(
         query,
@@ -125,7 +127,7 @@ def reset_slots(
         impl: "reference" or "cpu".
 
     Raises:
-        RuntimeError: naming the argument and its value.
+        ValueError: naming the argument and its value.
     """
     _implementation(impl).reset_slots(score, position, slot_mapping, positions)
 
@@ -176,7 +178,7 @@ def select_keep(
         request, False beyond kv_len.
 
     Raises:
-        RuntimeError: naming the argument and its value; also if sinks and recent
+        ValueError: naming the argument and its value; also if sinks and recent
             tokens alone exceed what may stay.
     """
     return _implementation(impl).select_keep(
@@ -228,8 +230,8 @@ def compact_kv(
         impl: "reference" or "cpu".
 
     Raises:
-        ValueError, RuntimeError: naming the argument and its value; also if `keep`
-            does not hold kv_len - num_evict survivors.
+        ValueError: naming the argument and its value; also if `keep` does not
+            hold kv_len - num_evict survivors.
     """
     _implementation(impl).compact_kv(
         kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout

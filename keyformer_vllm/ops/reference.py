@@ -108,7 +108,7 @@ def select_keep(
         sinks, start = int(num_sinks[request]), int(recent_start[request])
         pinned = ((positions < sinks) | (positions >= start)).sum(-1)
         if int(pinned.max()) > kv_len - num_evict:
-            raise RuntimeError(
+            raise ValueError(
                 "num_evict: sinks and recent tokens exceed what may stay "
                 f"(request {request}, value {num_evict})"
             )
@@ -147,7 +147,7 @@ def compact_kv(
             for kv_head in range(num_kv_heads):
                 kept = keep[layer, request, kv_head, :kv_len]
                 if int(kept.sum()) != kv_len - front:
-                    raise RuntimeError(
+                    raise ValueError(
                         "keep: number of survivors is not kv_len - num_evict "
                         f"(request {request}, value {front})"
                     )

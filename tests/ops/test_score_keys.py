@@ -304,7 +304,7 @@ def test_noise_depends_on_layer_head_and_request(impl):
 )
 def test_bad_arguments_are_named(name, change):
     batch = make_batch(BatchSpec())
-    with pytest.raises(RuntimeError, match=f"^{name}:"):
+    with pytest.raises(ValueError, match=f"^{name}:"):
         run(batch, "cpu", torch.ones(113), torch.tensor([0]), **change)
 
 
