@@ -62,10 +62,11 @@ class KeyformerSchedulerMixin:
         logger.info(describe_policy(config, self.vllm_config, self.kv_cache_config))  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
-        super().add_request(request)  # type: ignore[misc]
+        # First what can raise: a request refused here must not stay in a queue.
         retention, params = resolve_request(
             self.kv_config, request, self.kv_manager.block_size
         )
+        super().add_request(request)  # type: ignore[misc]
         if params.tracked:
             self.retentions[request.request_id] = retention
         self.request_params[request.request_id] = params

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from keyformer_vllm.adapters.plan import plan_of
+from keyformer_vllm.config import KVPolicyError
 from tests.adapters.fake_worker import FakeWorker
 
 BLOCK_SIZE = 32
@@ -274,6 +275,17 @@ def test_per_request_budget_is_the_requests_own(harness):
         for name in ("loose", "tight")
     }
     assert held == {"loose": 12, "tight": 4}
+
+
+def test_a_request_refused_on_arrival_leaves_nothing_behind(harness):
+    h = harness()
+    with pytest.raises(KVPolicyError, match="kv_budget"):
+        h.add("bad", 300, 100, kv_budget="half")
+    h.check_idle()
+    h.add("good", 300, 100)
+    h.run()
+    assert set(h.finished) == {"good"}
+    h.check_idle()
 
 
 def test_abort_returns_everything_at_once(harness):
