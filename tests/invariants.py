@@ -87,9 +87,10 @@ def find_strings(roots: dict[str, Any], wanted: set[str]) -> list[str]:
             for key, item in value.items():
                 stack.append((f"{path}.keys({key!r})", key))
                 stack.append((f"{path}[{key!r}]", item))
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            stack.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
-        elif type(value).__module__ == "collections":  # deque and the like
+        elif (
+            isinstance(value, (list, tuple, set, frozenset))
+            or type(value).__module__ == "collections"
+        ):
             stack.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
         elif type(value).__module__.startswith(_OURS):
             attributes = getattr(value, "__dict__", {})
