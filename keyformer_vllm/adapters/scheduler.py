@@ -24,7 +24,7 @@ from keyformer_vllm.adapters.requests import resolve_request, resolve_retention
 from keyformer_vllm.config import KeyformerConfig, config_from_additional
 from keyformer_vllm.core.retention import Retention
 
-logger = compat.init_logger(__name__)
+logger = compat.plugin_logger(__name__)
 
 
 def make_scheduler(**kwargs: Any) -> Any:
