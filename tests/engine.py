@@ -7,7 +7,6 @@ starts what it needs (about five seconds each) and shares it among its tests.
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FORCED_TOKENS = "forced_tokens"
 """Key of ``extra_args``: the tokens that the request has to generate."""
@@ -122,7 +122,6 @@ class Engine:
             seed=0,
             **settings,
         )
-        _freeze_imports()
         try:
             self._llm_engine = LLMEngine.from_engine_args(args)
         except BaseException:
@@ -137,7 +136,9 @@ class Engine:
     def close(self) -> None:
         """Stop the engine. What it holds goes at the next garbage collection, which
         takes a second and is left to whoever closes the last engine."""
-        self._llm_engine.engine_core.shutdown()
+        # vLLM collects twice here, seconds for all that has been imported.
+        with mock.patch.object(gc, "collect"):
+            self._llm_engine.engine_core.shutdown()
         del self._llm_engine
         _forget_distributed_state()
 
@@ -172,7 +173,11 @@ class Engine:
         if forced is not None:
             extra[FORCED_TOKENS] = list(forced)
             max_tokens = len(forced)
-        sampling = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+        sampling = {
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "detokenize": False,
+        } | sampling
         params = SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
@@ -225,7 +230,9 @@ class Engine:
             raise AssertionError(f"still busy after {max_steps} steps")
         self.step()
 
-    def generate(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], **params: Any
+    ) -> list[Request]:
         """Serve prompts as one batch, all with the same parameters."""
         requests = [self.add(prompt, **params) for prompt in prompts]
         self.run()
@@ -259,7 +266,9 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        return self._llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        return (
+            self._llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        )
 
     @property
     def model_runner(self) -> Any:
@@ -283,7 +292,9 @@ class Engine:
         lines = [line for lines in self._trace.values() for line in lines]
         return sorted(lines, key=lambda line: line["step"])
 
-    def kept_sets(self, request: Request | Completion) -> dict[int, list[list[list[int]]]]:
+    def kept_sets(
+        self, request: Request | Completion
+    ) -> dict[int, list[list[list[int]]]]:
         """Per eviction: tokens computed by then -> layer -> KV head -> positions."""
         return {
             line["positions"][0]: line["kept"]
@@ -318,14 +329,6 @@ def random_prompt(length: int, seed: int, vocab_size: int = 256) -> list[int]:
 
     generator = random.Random(f"{length}/{seed}")
     return [generator.randrange(vocab_size) for _ in range(length)]
-
-
-@functools.cache
-def _freeze_imports() -> None:
-    """Keep the collector, which vLLM calls twice to close an engine, off a million
-    objects that only importing made."""
-    gc.collect()
-    gc.freeze()
 
 
 def _forget_distributed_state() -> None:

@@ -16,7 +16,8 @@ import pytest
 from tests.engine import Engine, Request, random_prompt
 from tests.invariants import assert_idle, assert_pool_consistent
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = {"prompt": 500, "sequence": 200}
+"""By budget base: a budget that grows with the answer moves other code."""
 NUM_BLOCKS = 40
 MAX_MODEL_LEN = 512
 POLICY = {"policy": "keyformer", "budget": 0.5, "min_tokens": 16}
@@ -24,11 +25,16 @@ POLICIES = ("keyformer", "h2o", "streaming", "window", "key-only", "random", "fu
 CANARIES = [(333, 40, {}), (100, 60, {"kv_policy": "h2o", "kv_budget": 0.3})]
 
 
-@pytest.fixture(scope="module", params=["prompt", "sequence"])
-def engine(start_engine, request):
+@pytest.fixture(scope="module", params=NUM_REQUESTS)
+def budget_base(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine, budget_base):
     return start_engine(
         "llama-4-2",
-        POLICY | {"budget_base": request.param},
+        POLICY | {"budget_base": budget_base},
         num_blocks=NUM_BLOCKS,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=16,
@@ -99,14 +105,15 @@ def count_preemptions(engine: Engine) -> list[str]:
     return preempted
 
 
-def test_random_traffic_leaves_no_mark(engine):
+def test_random_traffic_leaves_no_mark(engine, budget_base):
+    num_requests = NUM_REQUESTS[budget_base]
     before = canary_tokens(engine)
     assert_idle(engine)
     preempted = count_preemptions(engine)
     traffic = Traffic(engine, seed=1)
     forced = 0
-    while len(traffic.requests) < NUM_REQUESTS or engine.busy:
-        room = len(traffic.requests) < NUM_REQUESTS
+    while len(traffic.requests) < num_requests or engine.busy:
+        room = len(traffic.requests) < num_requests
         if room and len(engine.scheduler.requests) < 24:
             for _ in range(traffic.random.randint(1, 4)):
                 traffic.add()
@@ -121,7 +128,7 @@ def test_random_traffic_leaves_no_mark(engine):
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     requests = traffic.requests[:]
-    assert len(requests) >= NUM_REQUESTS
+    assert len(requests) >= num_requests
     ids = [c.engine_id for request in requests for c in request.completions]
     assert_idle(engine, [*ids, *(request.engine_id for request in requests)])
     for request in requests:
@@ -131,15 +138,15 @@ def test_random_traffic_leaves_no_mark(engine):
             assert {len(c.tokens) for c in request.completions} == {wanted}
             assert {c.finish_reason for c in request.completions} == {"length"}
     lines = engine.all_trace()
-    assert sum("kept" in line for line in lines) > 300
-    assert sum(line["freed_blocks"] for line in lines) > 500
+    assert sum("kept" in line for line in lines) > num_requests / 2
+    assert sum(line["freed_blocks"] for line in lines) > num_requests
     assert len(traffic.aborted) > 10
     assert len(preempted) > forced > 10
     assert canary_tokens(engine) == before
     assert_idle(engine)
 
 
-def test_every_request_starts_with_nothing_dropped(engine):
+def test_every_request_starts_with_nothing_dropped(engine, budget_base):
     """A01, over all of the traffic above: also after each preemption."""
     starts = 0
     ends: dict[str, int] = {}
@@ -152,4 +159,4 @@ def test_every_request_starts_with_nothing_dropped(engine):
         assert line["physical"] == line["logical"] - line["evicted_tokens"]
         assert line["physical"] > 0
         ends[line["req"]] = line["positions"][1]
-    assert starts > NUM_REQUESTS
+    assert starts > NUM_REQUESTS[budget_base]
