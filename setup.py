@@ -6,6 +6,7 @@ compiled for the plain architecture; the scoring kernels are compiled once more 
 instruction set and chosen at run time, so one build serves every CPU.
 """
 
+import importlib.util
 import platform
 import shutil
 import sys
@@ -73,15 +74,14 @@ class BuildNative(build_ext):
 
 
 def find_torch() -> Path:
-    try:
-        import torch
-    except ImportError:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
         sys.exit(
-            "keyformer-vllm: PyTorch is not importable, and the extension is built "
+            "keyformer-vllm: PyTorch is not installed, and the extension is built "
             "against its headers. Install the vLLM to be used first, then build with "
             "--no-build-isolation."
         )
-    return Path(torch.__file__).parent
+    return Path(found.origin).parent
 
 
 def cpu_extension() -> Extension:

@@ -134,6 +134,24 @@ class KeyformerConfig:
         """How many of the last prompt queries score; None for all of them."""
         return _parse_score_queries("kv_score_queries", self.score_queries)
 
+    def check_trace(self) -> None:
+        """Refuse a trace file that cannot be written, before workers try.
+
+        Raises:
+            KVPolicyError: naming the file and what the system says about it.
+        """
+        if self.trace is None:
+            return
+        try:
+            with open(self.trace, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise KVPolicyError(
+                "kv_trace",
+                f"kv_trace={_shown(self.trace)} cannot be written: {error.strerror}; "
+                "name a file in a folder that exists",
+            ) from None
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KeyformerConfig:
         """Build from ``additional_config["keyformer"]``.

@@ -65,7 +65,9 @@ class Disagreement:
     gap: float
 
 
-def epochs_of(lines: Sequence[Mapping[str, Any]], num_prompt_tokens: int) -> list[Epoch]:
+def epochs_of(
+    lines: Sequence[Mapping[str, Any]], num_prompt_tokens: int
+) -> list[Epoch]:
     """Split the trace of a request where it was preempted.
 
     Args:
@@ -190,7 +192,9 @@ class HFReference:
 
             logprobs = self._forward(computed, 0, attend).log_softmax(-1)
             if result is None:
-                result = logprobs.new_full((len(everything), logprobs.shape[1]), torch.nan)
+                result = logprobs.new_full(
+                    (len(everything), logprobs.shape[1]), torch.nan
+                )
             sampled = slice(epoch.num_prefill_tokens - 1, epoch.num_tokens)
             result[sampled] = logprobs[sampled]
         assert result is not None
@@ -198,12 +202,12 @@ class HFReference:
         assert not rows.isnan().any(), "the trace does not cover every generated token"
         return rows
 
-    def full_logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    def full_logprobs(
+        self, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> torch.Tensor:
         """As :meth:`masked_logprobs`, with nothing masked."""
         num_computed = len(prompt) + len(tokens) - 1
-        return self.masked_logprobs(
-            prompt, tokens, [Epoch(len(prompt), num_computed)]
-        )
+        return self.masked_logprobs(prompt, tokens, [Epoch(len(prompt), num_computed)])
 
     def follow(
         self,
@@ -248,8 +252,10 @@ class HFReference:
             request,
             list(prompt),
             lambda *heads: OracleLayer(request, *heads),
-            lambda logits: generated.append(int(logits.argmax()))
-            or (generated[-1] if len(generated) < max_tokens else None),
+            lambda logits: (
+                generated.append(int(logits.argmax()))
+                or (generated[-1] if len(generated) < max_tokens else None)
+            ),
         )
         return generated, layers
 
@@ -347,9 +353,7 @@ class _FollowingLayer(OracleLayer):
             best, worst = float(dropped.max()), float(instead.min())
             gap = (best - worst) / max(abs(best), 1e-30)
             self.disagreements.append(
-                Disagreement(
-                    self.num_tokens, self.layer_index, head, len(dropped), gap
-                )
+                Disagreement(self.num_tokens, self.layer_index, head, len(dropped), gap)
             )
         return engine
 

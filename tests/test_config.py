@@ -40,6 +40,7 @@ GOOD_VALUES = [
     *(("score_queries", value) for value in ("all", "last:1", "last:32")),
     *(("select", value) for value in ("token", "block")),
     *(("trace", value) for value in (None, "trace.jsonl")),
+    *(("poison_freed", value) for value in (True, False)),
 ]
 
 NOT_NUMBERS = ("abc", "", "0.5", None, [], [1, 2], {}, {"a": 1}, True, NAN)
@@ -57,6 +58,7 @@ BAD_VALUES = {
     "score_queries": ("", "last", "last:", "last:0", "last:-1", "last:x", "ALL", 32),
     "select": ("", "Token", "head", None, 1),
     "trace": ("", 1, [], {}),
+    "poison_freed": (0, 1, "true", "", None, []),
 }
 
 
@@ -87,7 +89,7 @@ def test_every_setting_has_good_and_bad_values_here():
     settings = {field.name for field in dataclasses.fields(KeyformerConfig)}
     assert {setting for setting, _ in GOOD_VALUES} == settings
     assert set(BAD_VALUES) == settings
-    assert {flag.setting for flag in FLAGS} == settings
+    assert {flag.setting for flag in FLAGS} == settings - {"poison_freed"}
 
 
 def test_cooling_temperature_is_refused():
@@ -111,6 +113,7 @@ def test_defaults_are_the_documented_ones():
         "score_queries": "all",
         "select": "token",
         "trace": None,
+        "poison_freed": False,
     }
 
 
@@ -299,3 +302,12 @@ def test_import_is_light():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trace_file_that_cannot_be_written_is_refused(tmp_path):
+    good = KeyformerConfig("keyformer", trace=str(tmp_path / "trace.jsonl"))
+    good.check_trace()
+    KeyformerConfig("keyformer").check_trace()
+    for bad in (tmp_path / "missing" / "trace.jsonl", tmp_path):
+        with pytest.raises(KVPolicyError, match="kv_trace=.* cannot be written"):
+            KeyformerConfig("keyformer", trace=str(bad)).check_trace()

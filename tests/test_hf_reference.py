@@ -50,9 +50,7 @@ def test_masked_forward_equals_the_oracle_inside_the_model(reference):
     tokens, layers = reference.oracle_run(prompt, 60, request)
     assert len(tokens) == 60
     kept = {
-        event.num_tokens: [
-            layer.history[index].position.tolist() for layer in layers
-        ]
+        event.num_tokens: [layer.history[index].position.tolist() for layer in layers]
         for index, event in enumerate(layers[0].history)
     }
     assert len(kept) > 2
@@ -73,9 +71,7 @@ def test_follow_reports_another_choice(reference):
     request = oracle_request(config, len(prompt), 20, interval=16)
     tokens, layers = reference.oracle_run(prompt, 20, request)
     kept = {
-        event.num_tokens: [
-            layer.history[index].position.tolist() for layer in layers
-        ]
+        event.num_tokens: [layer.history[index].position.tolist() for layer in layers]
         for index, event in enumerate(layers[0].history)
     }
     first = min(kept)

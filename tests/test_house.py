@@ -375,6 +375,8 @@ def test_a_signal_to_the_demo_ends_the_server(tmp_path, number):
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # As a shell starts a background job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     try:
         assert demo.stdout is not None
@@ -383,6 +385,7 @@ def test_a_signal_to_the_demo_ends_the_server(tmp_path, number):
         assert is_group_alive(group)
         demo.send_signal(number)
         assert demo.wait(timeout=20) == 128 + number
+        assert not list(tmp_path.glob("keyformer-demo-*"))
         assert not is_group_alive(group)
     finally:
         demo.kill()

@@ -124,6 +124,7 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
         }
         return None
     validation.check_engine_args(config.policy, engine_args)
+    config.check_trace()
     if engine_args.enable_prefix_caching is None:
         compat.plugin_logger(__name__).warning(
             "--kv-policy %s turns prefix caching off: eviction rewrites the blocks "

@@ -79,7 +79,8 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
     ) -> Any:
         runtime = self._runtime
         if runtime is None or not runtime.in_step:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return KeyformerCPUMetadata(**vars(base))
         table = runtime.table
         request_ids = runtime.batch_request_ids()
         common = common_attn_metadata

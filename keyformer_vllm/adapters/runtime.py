@@ -81,7 +81,10 @@ class WorkerRuntime:
             )
         for builder in compat.metadata_builders(model_runner):
             builder.bind(self)
-        self.trace = TraceWriter(config.trace, rank) if config.trace else None
+        self.trace: TraceWriter | None = None
+        if config.trace is not None:
+            engine = vllm_config.parallel_config.data_parallel_index
+            self.trace = TraceWriter(config.trace, rank, engine)
 
     def batch_request_ids(self) -> list[str]:
         """Request ids of the batch being run, in row order."""

@@ -9,6 +9,7 @@ output the plan by which workers compact the survivors first.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from keyformer_vllm.adapters import compat
@@ -22,6 +23,7 @@ from keyformer_vllm.adapters.plan import (
 )
 from keyformer_vllm.adapters.requests import resolve_request, resolve_retention
 from keyformer_vllm.config import KeyformerConfig, config_from_additional
+from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
 
 logger = compat.plugin_logger(__name__)
@@ -62,10 +64,11 @@ class KeyformerSchedulerMixin:
         logger.info(describe_policy(config, self.vllm_config, self.kv_cache_config))  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
-        super().add_request(request)  # type: ignore[misc]
+        # First what can raise: a request refused here must not stay in a queue.
         retention, params = resolve_request(
             self.kv_config, request, self.kv_manager.block_size
         )
+        super().add_request(request)  # type: ignore[misc]
         if params.tracked:
             self.retentions[request.request_id] = retention
         self.request_params[request.request_id] = params
@@ -153,14 +156,30 @@ def describe_policy(
     usable = kv_cache_config.num_blocks - 1
     full_blocks = -(-max_model_len // block_size)
     held_blocks = -(-retention.max_kv_len(max_model_len) // block_size)
+    what = (
+        "tokens" if isinstance(config.budget, int) else f"of the {config.budget_base}"
+    )
     return (
-        f"KV policy {config.policy}: budget {config.budget} of the "
-        f"{config.budget_base if isinstance(config.budget, float) else 'cache'} "
-        f"(at least {config.min_tokens} tokens), recent window "
-        f"{config.recent_ratio:g} of the budget, {config.sinks} sinks, "
-        f"selecting by {config.select}, noise {config.noise}, score queries "
-        f"{config.score_queries}; block size {block_size}, side data {side} bytes "
+        f"KV policy {config.policy}: budget {config.budget} {what} "
+        f"(at least {config.min_tokens} tokens), {_describe_choice(config)}; "
+        f"block size {block_size}, side data {side} bytes "
         f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
         f"steady-state concurrency for {max_model_len}-token prompts "
         f"{usable / held_blocks:.2f}x, {usable / full_blocks:.2f}x without eviction"
     )
+
+
+def _describe_choice(config: KeyformerConfig) -> str:
+    """What decides who stays; settings that the policy ignores are left out."""
+    policy = get_policy(config.policy)
+    parts = [f"{config.sinks} sinks"] if policy.uses_sinks else []
+    if policy.window is None:
+        return ", ".join([*parts, "recent window all the rest"])
+    per_mille = policy.window(1000, Fraction(str(config.recent_ratio)))
+    share = f"{per_mille / 10:g} % of the budget" if per_mille > 1 else "1 token"
+    parts.append(f"recent window {share if per_mille else 'none'}")
+    parts.append(f"selecting by {config.select}")
+    if policy.scores:
+        noise = config.noise if policy.uses_noise else "none"
+        parts.append(f"noise {noise}, score queries {config.score_queries}")
+    return ", ".join(parts)

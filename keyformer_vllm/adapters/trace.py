@@ -16,12 +16,15 @@ class TraceWriter:
     """Appends to the trace file; it holds counts and positions, never text.
 
     Args:
-        path: the file; ranks above 0 add ``.rank<N>`` to its name.
+        path: the file; ranks above 0 add ``.rank<N>`` to its name, data-parallel
+            engines above the first ``.engine<N>``.
         rank: the worker's rank.
+        engine: index of the data-parallel engine.
     """
 
-    def __init__(self, path: str, rank: int) -> None:
-        name = path if rank == 0 else f"{path}.rank{rank}"
+    def __init__(self, path: str, rank: int, engine: int) -> None:
+        name = path + (f".engine{engine}" if engine else "")
+        name += f".rank{rank}" if rank else ""
         self._file = open(name, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._step = 0
         self._budgets: dict[str, int] = {}

@@ -115,7 +115,10 @@ def run(args: Namespace) -> int:
         _say(f"error: {error}")
         if "---" not in str(error):
             _say(server.log_tail())
-        return 1
+        return 1  # the folder stays, with the log that stderr names
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     _say(format_table(args.policy, evicted, full))
     print(json.dumps(build_result(args, answers[0], evicted, full)), flush=True)

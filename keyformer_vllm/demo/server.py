@@ -156,17 +156,22 @@ def is_group_alive(group: int) -> bool:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that context managers unwind.
+    """Turns signals that end a program into exceptions: context managers unwind.
 
-    Ctrl-C already does that, as KeyboardInterrupt.
+    SIGINT too: a shell starts background jobs with it ignored, and Python then leaves
+    it ignored.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: leave,
+        signal.SIGHUP: leave,
+    }
     previous = {
-        number: signal.signal(number, leave)
-        for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, handler) for number, handler in handlers.items()
     }
     try:
         yield

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from keyformer_vllm.adapters.plan import plan_of
+from keyformer_vllm.adapters.scheduler import describe_policy
+from keyformer_vllm.config import KVPolicyError
 from tests.adapters.fake_worker import FakeWorker
 
 BLOCK_SIZE = 32
@@ -274,6 +276,44 @@ def test_per_request_budget_is_the_requests_own(harness):
         for name in ("loose", "tight")
     }
     assert held == {"loose": 12, "tight": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "unsaid"),
+    [
+        (
+            {},
+            "4 sinks, recent window 20 % of the budget, selecting by token",
+            (),
+        ),
+        ({"policy": "h2o"}, "recent window 50 % of the budget", ("gumbel",)),
+        ({"policy": "window"}, "recent window all the rest", ("sinks", "noise")),
+        ({"policy": "streaming"}, "4 sinks, recent window all the rest", ("score",)),
+        ({"policy": "key-only"}, "recent window none", ()),
+        ({"policy": "random"}, "selecting by token", ("noise", "queries")),
+        ({"recent_ratio": 0}, "recent window 1 token", ()),
+        ({"budget": 300}, "budget 300 tokens", ()),
+        ({"budget_base": "sequence"}, "budget 0.5 of the sequence", ()),
+    ],
+)
+def test_start_up_line_tells_what_the_policy_does(harness, settings, said, unsaid):
+    scheduler = harness(**settings).scheduler
+    line = describe_policy(
+        scheduler.kv_config, scheduler.vllm_config, scheduler.kv_cache_config
+    )
+    assert "\n" not in line and said in line
+    assert not [word for word in unsaid if word in line]
+
+
+def test_a_request_refused_on_arrival_leaves_nothing_behind(harness):
+    h = harness()
+    with pytest.raises(KVPolicyError, match="kv_budget"):
+        h.add("bad", 300, 100, kv_budget="half")
+    h.check_idle()
+    h.add("good", 300, 100)
+    h.run()
+    assert set(h.finished) == {"good"}
+    h.check_idle()
 
 
 def test_abort_returns_everything_at_once(harness):

@@ -140,8 +140,8 @@ def test_random_traffic_leaves_no_mark(engine, budget_base):
     lines = engine.all_trace()
     assert sum("kept" in line for line in lines) > num_requests / 2
     assert sum(line["freed_blocks"] for line in lines) > num_requests
-    assert len(traffic.aborted) > 10
-    assert len(preempted) > forced > 10
+    assert len(traffic.aborted) > num_requests / 50
+    assert len(preempted) > forced > num_requests / 50
     assert canary_tokens(engine) == before
     assert_idle(engine)
 
