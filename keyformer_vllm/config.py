@@ -71,8 +71,8 @@ class KeyformerConfig:
         score_queries: ``all`` prompt queries score (the paper), or ``last:N``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
-        poison_freed: fill freed blocks with NaN, to show in tests that nobody
-            reads them; has no flag.
+        poison_freed: fill freed blocks with NaN and huge values, to show in tests
+            that nobody reads them; has no flag.
 
     Raises:
         KVPolicyError: naming the setting, its value and what is allowed.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FORCED_TOKENS = "forced_tokens"
 """Key of ``extra_args``: the tokens that the request has to generate."""
@@ -135,7 +136,9 @@ class Engine:
     def close(self) -> None:
         """Stop the engine. What it holds goes at the next garbage collection, which
         takes a second and is left to whoever closes the last engine."""
-        self._llm_engine.engine_core.shutdown()
+        # vLLM collects twice here, seconds for all that has been imported.
+        with mock.patch.object(gc, "collect"):
+            self._llm_engine.engine_core.shutdown()
         del self._llm_engine
         _forget_distributed_state()
 

@@ -22,6 +22,7 @@ _NAMES = {
     # Front end.
     "EngineArgs": ("vllm.engine.arg_utils", "EngineArgs"),
     "InputProcessor": ("vllm.v1.engine.input_processor", "InputProcessor"),
+    "AsyncLLM": ("vllm.v1.engine.async_llm", "AsyncLLM"),
     "VLLMValidationError": ("vllm.exceptions", "VLLMValidationError"),
     "vllm_envs": ("vllm", "envs"),
     "init_logger": ("vllm.logger", "init_logger"),

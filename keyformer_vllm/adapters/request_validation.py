@@ -3,7 +3,9 @@
 
 A value that is first checked inside the engine loop stops every other request
 with it. ``InputProcessor`` (``vllm/v1/engine/input_processor.py``) is the one
-gate that completions, chat, responses and ``LLM.generate`` all pass.
+gate that completions, chat, responses and ``LLM.generate`` all pass. For an answer
+that is streamed it comes too late: its status has been sent by then. So completions
+and chat are checked when they call ``AsyncLLM.generate`` as well.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ _MAX_NAME = 60
 
 
 def install() -> None:
-    """Wrap ``InputProcessor`` of vLLM, once however often this is called."""
+    """Wrap vLLM's gates for requests, once however often this is called."""
     processor = compat.InputProcessor
     if hasattr(processor._validate_params, _WRAPPED):
         return
     processor._validate_params = _wrap_validate(processor._validate_params)
     processor.process_inputs = _wrap_process(processor.process_inputs)
+    engine = compat.AsyncLLM
+    engine.generate = _wrap_generate(engine.generate)
 
 
 def check_request(additional_config: Any, extra_args: Any) -> None:
@@ -98,3 +102,18 @@ def _wrap_process(stock: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def generate(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Now, not when the caller first waits for the asynchronous generator.
+        check_request(
+            self.vllm_config.additional_config,
+            getattr(sampling_params, "extra_args", None),
+        )
+        return stock(self, prompt, sampling_params, *args, **kwargs)
+
+    return generate

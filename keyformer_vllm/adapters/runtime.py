@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from keyformer_vllm.ops.layout import (
     probe_layout,
     side_views,
 )
+
+POISON_KEY, POISON_VALUE = float("nan"), 1e4
+"""What freed blocks hold under ``poison_freed``. V stays finite: a freed block soon
+is another request's last one, and vLLM's attention multiplies the V of slots behind a
+request's end with a weight of zero, which NaN and infinity would survive (their K it
+masks). Unlike NaN, this value cannot show a read whose weight is zero."""
 
 
 class WorkerRuntime:
@@ -151,17 +158,23 @@ class WorkerRuntime:
             impl="cpu",
         )
         if self.config.poison_freed:
-            self._poison(entries)
+            self.poison_blocks(
+                block
+                for entry in entries
+                for block in entry.block_ids[: entry.num_evict // self.block_size]
+            )
 
-    def _poison(self, entries: list[EvictionEntry]) -> None:
-        """Overwrite freed blocks with NaN: whoever still reads them shows it."""
-        freed = [
-            block
-            for entry in entries
-            for block in entry.block_ids[: entry.num_evict // self.block_size]
-        ]
-        blocks = torch.tensor(freed)
-        self.kv_pages.index_fill_(1, blocks, float("nan"))
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        """Overwrite blocks, so that whoever still reads them shows it.
+
+        Args:
+            block_ids: blocks of the pool; K, V, score and position are mutated.
+        """
+        blocks = torch.tensor(list(block_ids))
+        # K fills the first half of a head's part of a page in every layout.
+        half = self.block_size // 2
+        self.kv_pages[..., :half, :].index_fill_(1, blocks, POISON_KEY)
+        self.kv_pages[..., half:, :].index_fill_(1, blocks, POISON_VALUE)
         self.score.index_fill_(1, blocks, float("nan"))
         self.position.index_fill_(1, blocks, -1)
 

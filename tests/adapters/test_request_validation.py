@@ -2,6 +2,8 @@
 """Per-request settings are refused at vLLM's own gate, by name, before the engine."""
 
 import math
+from inspect import isasyncgen
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +14,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from keyformer_vllm import plugin
@@ -96,11 +99,36 @@ def refusal_of(processor, extra_args):
 
 
 def test_installing_again_changes_nothing():
+    def wrapped():
+        return (
+            InputProcessor._validate_params,
+            InputProcessor.process_inputs,
+            AsyncLLM.generate,
+        )
+
     request_validation.install()
-    before = InputProcessor._validate_params, InputProcessor.process_inputs
+    before = wrapped()
     request_validation.install()
-    assert (InputProcessor._validate_params, InputProcessor.process_inputs) == before
-    assert not hasattr(InputProcessor._validate_params.__wrapped__, "__wrapped__")
+    assert wrapped() == before
+    assert not any(hasattr(method.__wrapped__, "__wrapped__") for method in before)
+
+
+def test_refused_before_a_streamed_answer_begins():
+    """Not when the generator is first waited for: its 200 is out by then."""
+    request_validation.install()
+    config = SimpleNamespace(additional_config={"keyformer": {"policy": "h2o"}})
+    engine = SimpleNamespace(vllm_config=config)
+    with pytest.raises(VLLMValidationError) as caught:
+        AsyncLLM.generate(
+            engine, "Hello", SamplingParams(extra_args={"kv_foo": 1}), "r"
+        )
+    assert caught.value.parameter == "vllm_xargs.kv_foo"
+    good = SamplingParams(extra_args={"kv_budget": 0.5})
+    for params in (good, SamplingParams()):
+        answer = AsyncLLM.generate(
+            engine, prompt="Hello", sampling_params=params, request_id="r"
+        )
+        assert isasyncgen(answer)
 
 
 @pytest.mark.parametrize("index", range(len(BAD)))
