@@ -42,7 +42,8 @@ class TraceWriter:
         computed = dict(_computed_tokens(scheduler_output))
         scheduled = scheduler_output.num_scheduled_tokens
         block_size = runtime.block_size
-        for request_id in (*scheduler_output.finished_req_ids,):
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in (*scheduler_output.finished_req_ids, *preempted):
             self._budgets.pop(request_id, None)
         for request_id in dict.fromkeys([*scheduled, *plan.evictions]):
             entry = plan.evictions.get(request_id)
