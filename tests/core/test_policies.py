@@ -27,7 +27,7 @@ def test_unknown_policy_names_the_known_ones():
         get_policy("snapkv")
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=str)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
 def test_fields_agree(policy):
     assert policy.description and "\n" not in policy.description
     ranked = policy.window is not None
