@@ -100,7 +100,7 @@ def test_start_up_line_says_what_is_on(server):
     (line,) = re.findall(r".*KV policy keyformer: .*", text)
     for words in (
         "budget 0.5 of the prompt (at least 16 tokens)",
-        "recent window 0.2 of the budget, 4 sinks",
+        "4 sinks, recent window 20 % of the budget",
         "noise gumbel",
         f"block size {BLOCK_SIZE}",
         # Two KV heads, a float32 score and an int32 position for each slot.
