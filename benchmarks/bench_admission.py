@@ -46,6 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=1024,
         help="tokens per step, prompt chunks included",
     )
+    parser.add_argument(
+        "--cache-gib",
+        type=float,
+        default=1.0,
+        help="memory for the pool; without it vLLM asks for most of the machine's",
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--policy", default="keyformer")
     parser.add_argument(
@@ -80,6 +86,7 @@ def run_arm(args: argparse.Namespace, budget: float | int | None) -> dict[str, A
         dtype=args.dtype,
         block_size=args.block_size,
         num_gpu_blocks_override=count_pool_blocks(args),
+        kv_cache_memory_bytes=int(args.cache_gib * 2**30),
         max_model_len=args.prompt_len + args.new_tokens,
         max_num_seqs=args.requests,
         max_num_batched_tokens=args.max_batched_tokens,
