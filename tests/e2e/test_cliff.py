@@ -7,26 +7,30 @@ import random
 
 import pytest
 
-NAMES = ("Alice", "Bruno", "Clara", "David", "Elena", "Frank", "Greta", "Henry")
+NAMES = """
+Alice Bruno Clara David Elena Frank Greta Henry Irene Jacob Karen Louis Maria Nadia
+Oscar Paula Quinn Rosa Simon Tania Ulric Vera Walter Xenia Yusuf Zelda Anton Berta
+Carlo Dora
+"""
 NUM_LISTS = 5
-NUM_RECORDS = 30
 
 
 def prompt_and_code(tokenizer, seed: int) -> tuple[list[int], str]:
     """A list of names with codes; asked is the last one, which no policy drops."""
     generator = random.Random(seed)
-    records = [
-        (
-            f"{generator.choice(NAMES)} {chr(65 + number % 26)}{number}",
-            str(generator.randint(1000, 9999)),
-        )
-        for number in range(NUM_RECORDS)
-    ]
+    names = NAMES.split()
+    generator.shuffle(names)
+    records = [(name, str(generator.randint(1000, 9999))) for name in names]
     lines = "".join(f"The code of {name} is {code}.\n" for name, code in records)
     name, code = records[-1]
     question = f"\nWhat is the code of {name}? Answer with the code only."
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"Here is a list of codes.\n{lines}{question}"}],
+        [
+            {
+                "role": "user",
+                "content": f"Here is a list of codes.\n{lines}{question}",
+            }
+        ],
         add_generation_prompt=True,
         tokenize=False,
     )
