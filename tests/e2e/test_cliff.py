@@ -9,28 +9,26 @@ import pytest
 
 NAMES = """
 Alice Bruno Clara David Elena Frank Greta Henry Irene Jacob Karen Louis Maria Nadia
-Oscar Paula Quinn Rosa Simon Tania Ulric Vera Walter Xenia Yusuf Zelda Anton Berta
-Carlo Dora
+Oscar Paula Quinn Rosa Simon Tania
 """
-NUM_LISTS = 5
+NUM_LISTS = 4
+NUM_RECORDS = 40
 
 
 def prompt_and_code(tokenizer, seed: int) -> tuple[list[int], str]:
-    """A list of names with codes; asked is the last one, which no policy drops."""
+    """A list of people with codes; asked is the last one, which no policy drops."""
     generator = random.Random(seed)
-    names = NAMES.split()
-    generator.shuffle(names)
-    records = [(name, str(generator.randint(1000, 9999))) for name in names]
+    records = []
+    for number in range(NUM_RECORDS):
+        initials = chr(65 + number % 26) + chr(65 + number // 26)
+        name = f"{generator.choice(NAMES.split())} {initials}"
+        records.append((name, str(generator.randint(1000, 9999))))
     lines = "".join(f"The code of {name} is {code}.\n" for name, code in records)
     name, code = records[-1]
     question = f"\nWhat is the code of {name}? Answer with the code only."
+    content = f"Here is a list of people and their codes.\n{lines}{question}"
     text = tokenizer.apply_chat_template(
-        [
-            {
-                "role": "user",
-                "content": f"Here is a list of codes.\n{lines}{question}",
-            }
-        ],
+        [{"role": "user", "content": content}],
         add_generation_prompt=True,
         tokenize=False,
     )
