@@ -35,10 +35,6 @@ _NAMES = {
     ),
     "FullAttentionSpec": ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
     "KVCacheSpecRegistry": ("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry"),
-    "register_all_kvcache_specs": (
-        "vllm.v1.core.single_type_kv_cache_manager",
-        "register_all_kvcache_specs",
-    ),
     # Worker process.
     "Attention": ("vllm.model_executor.layers.attention", "Attention"),
     "AttentionBackendEnum": (

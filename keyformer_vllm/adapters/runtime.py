@@ -103,7 +103,8 @@ class WorkerRuntime:
         if plan.evictions:
             # Ordered before this step's writes, and so before any reuse of the
             # freed blocks by another request.
-            self._evict(plan.evictions)
+            with torch.inference_mode():
+                self._evict(plan.evictions)
         if self.trace is not None:
             self.trace.record(self, scheduler_output, plan)
         self.in_step = True
@@ -114,10 +115,6 @@ class WorkerRuntime:
 
     def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
         """Select and compact all layers and heads of all due requests."""
-        with torch.inference_mode():
-            self._evict_entries(evictions)
-
-    def _evict_entries(self, evictions: dict[str, EvictionEntry]) -> None:
         entries = list(evictions.values())
         rows = self.table.rows_of(list(evictions))
         width = max(len(entry.block_ids) for entry in entries)
