@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from keyformer_vllm.core.retention import Eviction
+
 PLAN_ATTRIBUTE = "keyformer_plan"
 """Attribute of vLLM's ``SchedulerOutput`` that carries the :class:`StepPlan`."""
 
@@ -49,21 +51,11 @@ class EvictionEntry:
     Args:
         block_ids: physical blocks that hold the request before the eviction,
             front first.
-        kv_len: tokens held in those blocks before the eviction.
-        num_evict: tokens to drop per KV head, whole blocks of them.
-        num_sinks: positions below this one are kept.
-        recent_start: positions from this one on are kept.
-        evicted_blocks: leading logical blocks that are gone after it.
-        budget_tokens: the budget k that led to these counts, for the trace.
+        counts: how many tokens go and stay, the same for all layers and heads.
     """
 
     block_ids: list[int]
-    kv_len: int
-    num_evict: int
-    num_sinks: int
-    recent_start: int
-    evicted_blocks: int
-    budget_tokens: int
+    counts: Eviction
 
 
 @dataclass

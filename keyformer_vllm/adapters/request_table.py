@@ -85,7 +85,7 @@ class RequestTable:
             self._add(request_id, params)
         for request_id, entry in plan.evictions.items():
             row = self._rows[request_id]
-            self._columns["evicted_blocks"][row] = entry.evicted_blocks
+            self._columns["evicted_blocks"][row] = entry.counts.evicted_blocks
 
     def _add(self, request_id: str, params: RequestParams) -> None:
         row = self._rows.get(request_id)

@@ -123,7 +123,10 @@ class WorkerRuntime:
             dtype=torch.int32,
         )
         counts = torch.tensor(
-            [(e.kv_len, e.num_evict, e.num_sinks, e.recent_start) for e in entries],
+            [
+                (c.kv_len_before, c.num_evict, c.num_sinks, c.recent_start)
+                for c in (entry.counts for entry in entries)
+            ],
             dtype=torch.int32,
         )
         kv_lens, num_evict, num_sinks, recent_start = counts.T.contiguous()
@@ -138,7 +141,7 @@ class WorkerRuntime:
             torch.from_numpy(self.table.column("run_size")[rows]),
             torch.from_numpy(self.table.column("random")[rows]),
             torch.from_numpy(self.table.column("noise_key")[rows]),
-            max_kv_len=max(entry.kv_len for entry in entries),
+            max_kv_len=max(entry.counts.kv_len_before for entry in entries),
             first_layer=self.first_layer,
             first_kv_head=self.first_kv_head,
             impl="cpu",
@@ -156,9 +159,7 @@ class WorkerRuntime:
         )
         if self.config.poison_freed:
             self.poison_blocks(
-                block
-                for entry in entries
-                for block in entry.block_ids[: entry.num_evict // self.block_size]
+                block for entry in entries for block in self._blocks(entry)[0]
             )
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
@@ -184,11 +185,16 @@ class WorkerRuntime:
         Returns:
             Per layer and KV head, sorted positions.
         """
-        blocks = entry.block_ids[entry.num_evict // self.block_size :]
+        _, blocks = self._blocks(entry)
         held = self.position[:, blocks]  # [layers, blocks, kv_heads, block_size]
-        held = held.transpose(1, 2).flatten(2)[..., : entry.kv_len - entry.num_evict]
+        held = held.transpose(1, 2).flatten(2)[..., : entry.counts.kv_len]
         kept: list[list[list[int]]] = held.sort(dim=-1).values.tolist()
         return kept
+
+    def _blocks(self, entry: EvictionEntry) -> tuple[list[int], list[int]]:
+        """Blocks that an eviction frees, and those that hold the survivors."""
+        num_freed = entry.counts.num_evict // self.block_size
+        return entry.block_ids[:num_freed], entry.block_ids[num_freed:]
 
 
 def _stack_layers(layers: list[Any]) -> torch.Tensor:

@@ -105,15 +105,7 @@ class KeyformerSchedulerMixin:
                 request_id, first, eviction.evicted_blocks
             )
             self.evicted_blocks[request_id] = eviction.evicted_blocks
-            evictions[request_id] = EvictionEntry(
-                block_ids=held,
-                kv_len=eviction.kv_len_before,
-                num_evict=eviction.num_evict,
-                num_sinks=eviction.num_sinks,
-                recent_start=eviction.recent_start,
-                evicted_blocks=eviction.evicted_blocks,
-                budget_tokens=retention.budget_tokens(request.num_computed_tokens),
-            )
+            evictions[request_id] = EvictionEntry(held, eviction)
         return evictions
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

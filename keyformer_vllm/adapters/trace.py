@@ -48,13 +48,13 @@ class TraceWriter:
         for request_id in dict.fromkeys([*scheduled, *plan.evictions]):
             entry = plan.evictions.get(request_id)
             if entry is not None:
-                self._budgets[request_id] = entry.budget_tokens
+                self._budgets[request_id] = entry.counts.budget_tokens
             evicted = runtime.table.value(request_id, "evicted_blocks")
             num_new = scheduled.get(request_id, 0)
             # A request can evict in a step that then has no room to run it.
             first = computed.get(
                 request_id,
-                entry.kv_len - entry.num_evict + evicted * block_size if entry else 0,
+                entry.counts.kv_len + evicted * block_size if entry else 0,
             )
             logical = first + num_new
             prompt = runtime.table.value(request_id, "num_prompt_tokens")
@@ -68,7 +68,7 @@ class TraceWriter:
                 "blocks_held": -(-logical // block_size) - evicted,
                 "evicted_blocks": evicted,
                 "evicted_tokens": evicted * block_size,
-                "freed_blocks": entry.num_evict // block_size if entry else 0,
+                "freed_blocks": entry.counts.num_evict // block_size if entry else 0,
                 "k": self._budgets.get(request_id),
             }
             if entry is not None:

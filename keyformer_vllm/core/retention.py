@@ -33,6 +33,7 @@ class Eviction:
         kv_len: physical length after: the number of tokens to retain.
         num_sinks: tokens at positions [0, num_sinks) are retained.
         recent_start: tokens at positions [recent_start, n) are retained.
+        budget_tokens: the budget k that led to these counts.
     """
 
     num_evict: int
@@ -41,6 +42,7 @@ class Eviction:
     kv_len: int
     num_sinks: int
     recent_start: int
+    budget_tokens: int
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Retention:
             kv_len=kv_len,
             num_sinks=num_sinks,
             recent_start=recent_start,
+            budget_tokens=budget_tokens,
         )
 
     def never_evicts(self, max_total_tokens: int) -> bool:

@@ -68,29 +68,31 @@ class FakeWorker:
     def _compact(self, request_id: str, entry: EvictionEntry) -> None:
         size = self.block_size
         before = self.evicted[request_id]
+        counts = entry.counts
         row = self.rows[request_id]
         assert row[before:] == entry.block_ids, "the plan names the blocks of the row"
         places = [
-            (entry.block_ids[slot // size], slot % size) for slot in range(entry.kv_len)
+            (entry.block_ids[slot // size], slot % size)
+            for slot in range(counts.kv_len_before)
         ]
         owners = [self.slots[place] for place in places]
         epoch = self.epoch[request_id]
         assert all(owner[:2] == (request_id, epoch) for owner in owners)
-        assert entry.num_evict == (entry.evicted_blocks - before) * size > 0
+        assert counts.num_evict == (counts.evicted_blocks - before) * size > 0
         fixed = [
             owner
             for owner in owners
-            if owner[2] < entry.num_sinks or owner[2] >= entry.recent_start
+            if owner[2] < counts.num_sinks or owner[2] >= counts.recent_start
         ]
         rest = [owner for owner in owners if owner not in set(fixed)]
-        num_free = entry.kv_len - entry.num_evict - len(fixed)
+        num_free = counts.kv_len_before - counts.num_evict - len(fixed)
         assert 0 <= num_free <= len(rest)
         kept = fixed + self._random.sample(rest, num_free)
-        for place, owner in zip(places[entry.num_evict :], kept, strict=True):
+        for place, owner in zip(places[counts.num_evict :], kept, strict=True):
             self.slots[place] = owner
-        for place in places[: entry.num_evict]:
+        for place in places[: counts.num_evict]:
             del self.slots[place]
-        self.evicted[request_id] = entry.evicted_blocks
+        self.evicted[request_id] = counts.evicted_blocks
         self.num_evictions += 1
 
     def _write(self, request_id: str, first: int, count: int) -> None:

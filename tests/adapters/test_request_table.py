@@ -9,6 +9,7 @@ import pytest
 
 from keyformer_vllm.adapters.plan import EvictionEntry, RequestParams, StepPlan
 from keyformer_vllm.adapters.request_table import RequestTable
+from keyformer_vllm.core.retention import Eviction
 
 
 def _params(**changes) -> RequestParams:
@@ -27,7 +28,16 @@ def _params(**changes) -> RequestParams:
 
 
 def _entry(evicted_blocks: int) -> EvictionEntry:
-    return EvictionEntry([3, 5], 40, 32, 0, 30, evicted_blocks, 16)
+    counts = Eviction(
+        num_evict=32,
+        evicted_blocks=evicted_blocks,
+        kv_len_before=40,
+        kv_len=8,
+        num_sinks=0,
+        recent_start=30,
+        budget_tokens=16,
+    )
+    return EvictionEntry([3, 5], counts)
 
 
 def _step(table, new=None, evictions=None, finished=(), preempted=()):

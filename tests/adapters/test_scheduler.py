@@ -208,7 +208,7 @@ def test_freed_blocks_serve_a_request_that_fits_nowhere_else(harness):
     output = h.step()
     assert set(output.num_scheduled_tokens) == {"a"}
     output = h.step()
-    assert plan_of(output).evictions["a"].num_evict == 256
+    assert plan_of(output).evictions["a"].counts.num_evict == 256
     assert set(output.num_scheduled_tokens) == {"a", "b"}, "freed in the same step"
     h.run()
     assert h.scheduler.requests == {}
@@ -259,7 +259,7 @@ def test_chunked_prompt_is_never_evicted(harness):
         output = h.step()
         assert not plan_of(output).evictions
     h.step()
-    assert plan_of(h.step()).evictions["a"].kv_len == 500
+    assert plan_of(h.step()).evictions["a"].counts.kv_len_before == 500
 
 
 @pytest.mark.parametrize("extra", [{"kv_policy": "full"}, {"kv_budget": 1.0}])
