@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ VLLM_REQUEST_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 POLICY_NAMES = tuple(POLICIES)
 BUDGET_BASES = ("prompt", "sequence")
 NOISES = ("gumbel", "none")
+SCORE_MODES = ("auto", "deferred", "step")
 SELECTIONS = ("token", "block")
 
 _MAX_SHOWN = 60
@@ -70,6 +71,9 @@ class KeyformerConfig:
         seed: seed of the noise; a request's own seed is mixed in.
         score_queries: which prompt queries score: ``all`` (the paper), ``last:N``, or
             ``stride:S``: every S-th, counted back from the newest.
+        score_mode: when queries score: ``deferred`` lets those of decode steps wait
+            until their request evicts, ``step`` scores each in its own step; the
+            outcome is the same. ``auto`` is ``deferred``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
@@ -90,6 +94,7 @@ class KeyformerConfig:
     noise: str = "gumbel"
     seed: int = 0
     score_queries: str = "all"
+    score_mode: str = "auto"
     select: str = "token"
     trace: str | None = None
     poison_freed: bool = False
@@ -112,17 +117,18 @@ class KeyformerConfig:
         _check_choice("kv_noise", self.noise, NOISES)
         _check_int("kv_seed", self.seed, 0, 2**63 - 1)
         _parse_score_queries(self.score_queries)
+        _check_choice("kv_score_mode", self.score_mode, SCORE_MODES)
         _check_choice("kv_select", self.select, SELECTIONS)
         if self.trace is not None and (
             not isinstance(self.trace, str) or not self.trace
         ):
             raise KVPolicyError(
-                "kv_trace", f"kv_trace={_shown(self.trace)} must be a file name"
+                "kv_trace", f"kv_trace={shown(self.trace)} must be a file name"
             )
         if not isinstance(self.poison_freed, bool):
             raise KVPolicyError(
                 "kv_poison_freed",
-                f"kv_poison_freed={_shown(self.poison_freed)} must be true or false",
+                f"kv_poison_freed={shown(self.poison_freed)} must be true or false",
             )
 
     @property
@@ -142,6 +148,11 @@ class KeyformerConfig:
         kind, number = _parse_score_queries(self.score_queries)
         return number if kind == "stride" else 1
 
+    @property
+    def resolved_score_mode(self) -> str:
+        """The score mode in use: ``auto`` made concrete."""
+        return "deferred" if self.score_mode == "auto" else self.score_mode
+
     def check_trace(self) -> None:
         """Refuse a trace file that cannot be written, before workers try.
 
@@ -156,7 +167,7 @@ class KeyformerConfig:
         except OSError as error:
             raise KVPolicyError(
                 "kv_trace",
-                f"kv_trace={_shown(self.trace)} cannot be written: {error.strerror}; "
+                f"kv_trace={shown(self.trace)} cannot be written: {error.strerror}; "
                 "name a file in a folder that exists",
             ) from None
 
@@ -173,7 +184,7 @@ class KeyformerConfig:
         if not isinstance(values, Mapping):
             raise KVPolicyError(
                 ADDITIONAL_CONFIG_KEY,
-                f"additional_config['keyformer']={_shown(values)} must be a "
+                f"additional_config['keyformer']={shown(values)} must be a "
                 "mapping of settings",
             )
         known = [field.name for field in dataclasses.fields(cls)]
@@ -181,7 +192,7 @@ class KeyformerConfig:
             if name not in known:
                 raise KVPolicyError(
                     str(name),
-                    f"keyformer setting {_shown(name)} is unknown; "
+                    f"keyformer setting {shown(name)} is unknown; "
                     f"valid ones: {', '.join(known)}",
                 )
         if "policy" not in values:
@@ -218,7 +229,7 @@ class KeyformerConfig:
             if key not in REQUEST_KEYS:
                 raise KVPolicyError(
                     key,
-                    f"{_shown(key)} is not a per-request setting; "
+                    f"{shown(key)} is not a per-request setting; "
                     f"valid ones: {', '.join(REQUEST_KEYS)}",
                 )
             if key == "kv_policy":
@@ -250,7 +261,7 @@ def refuse_request_without_policy(extra_args: Mapping[str, Any] | None) -> None:
         if _is_ours(key):
             raise KVPolicyError(
                 key,
-                f"{_shown(key)} needs a server started with a --kv-policy other "
+                f"{shown(key)} needs a server started with a --kv-policy other "
                 "than full; this one has none",
             )
 
@@ -260,106 +271,9 @@ def is_full_budget(budget: float | int) -> bool:
     return isinstance(budget, float) and budget == 1.0
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One ``--kv-*`` flag: its setting, parser and help text."""
-
-    setting: str
-    parse: Callable[[str], Any]
-    metavar: str
-    help: str
-
-    @property
-    def option(self) -> str:
-        """The long option, for example ``--kv-budget``."""
-        return "--kv-" + self.setting.replace("_", "-")
-
-    @property
-    def dest(self) -> str:
-        """The argparse destination, for example ``kv_budget``."""
-        return "kv_" + self.setting
-
-    def read(self, text: str) -> Any:
-        """The setting's value from its spelling on a command line.
-
-        Raises:
-            KVPolicyError: when it is not a number where one is needed.
-        """
-        try:
-            return self.parse(text)
-        except ValueError:
-            kind = "an integer" if self.parse is int else "a number"
-            raise KVPolicyError(
-                self.option, f"{self.option}={_shown(text)} is not {kind}"
-            ) from None
-
-    @property
-    def default(self) -> Any:
-        """The setting's default, or None where it has to be given."""
-        default = KeyformerConfig.__dataclass_fields__[self.setting].default
-        return None if default is dataclasses.MISSING else default
-
-
 def parse_budget(text: str) -> float | int:
     """Read a budget from a command line: digits alone are a number of tokens."""
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-
-
-FLAGS = (
-    Flag("policy", str, "POLICY", f"KV policy: {', '.join(POLICY_NAMES)}."),
-    Flag(
-        "budget",
-        parse_budget,
-        "BUDGET",
-        "Tokens retained per KV head: a fraction of the prompt (0.5), a number of "
-        "tokens (2048), or 1.0 to never evict.",
-    ),
-    Flag(
-        "min_tokens", int, "TOKENS", "Floor of the budget; nothing is evicted below it."
-    ),
-    Flag(
-        "budget_base",
-        str,
-        "BASE",
-        "What a fraction is taken of: prompt, or sequence (grows with the answer).",
-    ),
-    Flag("recent_ratio", float, "RATIO", "Share of the budget kept as recent window."),
-    Flag("sinks", int, "TOKENS", "First tokens of the sequence that are always kept."),
-    Flag("tau_init", float, "TAU", "Score temperature during the prompt."),
-    Flag("tau_end", float, "TAU", "Score temperature at the request's last token."),
-    Flag("noise", str, "NOISE", "Noise on the score's logits: gumbel or none."),
-    Flag("seed", int, "SEED", "Seed of the noise; a request's own seed is mixed in."),
-    Flag(
-        "score_queries",
-        str,
-        "WHICH",
-        "Prompt queries that score: all (the paper), last:N, or stride:S (every S-th).",
-    ),
-    Flag(
-        "select",
-        str,
-        "UNIT",
-        "What is kept or dropped: token, or block (whole runs of 16 positions).",
-    ),
-    Flag("trace", str, "FILE", "Write what was evicted to FILE, one JSON line each."),
-)
-
-
-def settings_from_flags(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings from parsed flags.
-
-    Args:
-        given: argparse destination to value; None stands for "not given".
-
-    Returns:
-        Setting name to value, or None when no ``--kv-*`` flag was given.
-    """
-    settings = {
-        flag.setting: given[flag.dest]
-        for flag in FLAGS
-        if given.get(flag.dest) is not None
-    }
-    return settings or None
 
 
 def _is_ours(key: object) -> bool:
@@ -375,7 +289,7 @@ def _flag_of(setting: str) -> str:
     return "--kv-" + str(setting).replace("_", "-")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as it may stand in an error message: one line, cut, no surprises."""
     try:
         text = json.dumps(value) if not isinstance(value, str) else repr(value)
@@ -391,16 +305,16 @@ def _is_number(value: Any) -> bool:
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise KVPolicyError(
-            name, f"{name}={_shown(value)} must be one of: {', '.join(allowed)}"
+            name, f"{name}={shown(value)} must be one of: {', '.join(allowed)}"
         )
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise KVPolicyError(name, f"{name}={_shown(value)} must be an integer")
+        raise KVPolicyError(name, f"{name}={shown(value)} must be an integer")
     if not low <= value <= high:
         raise KVPolicyError(
-            name, f"{name}={_shown(value)} must be an integer in [{low}, {high}]"
+            name, f"{name}={shown(value)} must be an integer in [{low}, {high}]"
         )
 
 
@@ -408,7 +322,7 @@ def _check_float(name: str, value: Any, low: float, high: float) -> None:
     # Written so that NaN fails it too.
     if not _is_number(value) or not low <= value <= high:
         raise KVPolicyError(
-            name, f"{name}={_shown(value)} must be a number in [{low}, {high}]"
+            name, f"{name}={shown(value)} must be a number in [{low}, {high}]"
         )
 
 
@@ -417,16 +331,16 @@ def _check_budget(name: str, value: Any, min_tokens: int) -> float | int:
         "allowed: a fraction in (0, 1), 1.0 to never evict, or a number of tokens "
         f"of at least kv_min_tokens={min_tokens}"
     )
-    shown = _shown(value)
     if not _is_number(value):
-        raise KVPolicyError(name, f"{name}={shown} is not a number; {allowed}")
+        raise KVPolicyError(name, f"{name}={shown(value)} is not a number; {allowed}")
     if isinstance(value, int):
         if not min_tokens <= value <= _MAX_TOKENS:
             raise KVPolicyError(
-                name, f"{name}={shown} is not a possible number of tokens; {allowed}"
+                name,
+                f"{name}={shown(value)} is not a possible number of tokens; {allowed}",
             )
     elif not (math.isfinite(value) and 0.0 < value <= 1.0):
-        raise KVPolicyError(name, f"{name}={shown} is not a fraction; {allowed}")
+        raise KVPolicyError(name, f"{name}={shown(value)} is not a fraction; {allowed}")
     checked: float | int = value
     return checked
 
@@ -443,7 +357,7 @@ def _parse_score_queries(value: Any) -> tuple[str, int]:
     if found is None or int(found[2]) < 1:
         raise KVPolicyError(
             "kv_score_queries",
-            f"kv_score_queries={_shown(value)} must be all, last:N or stride:S, with "
+            f"kv_score_queries={shown(value)} must be all, last:N or stride:S, with "
             "N or S an integer of at least 1",
         )
     return found[1], int(found[2])

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from keyformer_vllm.config import (
-    FLAGS,
     POLICY_NAMES,
     REQUEST_KEYS,
     VLLM_REQUEST_KEYS,
@@ -20,8 +19,8 @@ from keyformer_vllm.config import (
     is_full_budget,
     parse_budget,
     refuse_request_without_policy,
-    settings_from_flags,
 )
+from keyformer_vllm.flags import FLAGS, settings_from_flags
 
 NAN, INF = math.nan, math.inf
 HUGE_INT = 10**6000  # more digits than Python turns into text
@@ -38,6 +37,7 @@ GOOD_VALUES = [
     *(("noise", value) for value in ("gumbel", "none")),
     *(("seed", value) for value in (0, 2**63 - 1)),
     *(("score_queries", value) for value in ("all", "last:1", "stride:1", "stride:4")),
+    *(("score_mode", value) for value in ("auto", "deferred", "step")),
     *(("select", value) for value in ("token", "block")),
     *(("trace", value) for value in (None, "trace.jsonl")),
     *(("poison_freed", value) for value in (True, False)),
@@ -60,6 +60,7 @@ BAD_VALUES = {
         *("stride", "stride:", "stride:0", "stride:-1", "stride:1.5", "stride:x"),
         *("last:1,stride:2", "stride:" + "1" * 40, " stride:4"),
     ),
+    "score_mode": ("", "Deferred", "lazy", None, 1),
     "select": ("", "Token", "head", None, 1),
     "trace": ("", 1, [], {}),
     "poison_freed": (0, 1, "true", "", None, []),
@@ -115,6 +116,7 @@ def test_defaults_are_the_documented_ones():
         "noise": "gumbel",
         "seed": 0,
         "score_queries": "all",
+        "score_mode": "auto",
         "select": "token",
         "trace": None,
         "poison_freed": False,
@@ -159,12 +161,22 @@ def test_evicts(settings, evicts):
 
 @pytest.mark.parametrize(
     ("value", "last", "stride"),
-    [("all", None, 1), ("last:32", 32, 1), ("stride:4", None, 4), ("stride:1", None, 1)],
+    [
+        ("all", None, 1),
+        ("last:32", 32, 1),
+        ("stride:4", None, 4),
+        ("stride:1", None, 1),
+    ],
 )
 def test_score_queries_are_a_limit_or_a_stride(value, last, stride):
     config = make_config(score_queries=value)
     assert config.num_score_queries == last
     assert config.score_query_stride == stride
+
+
+def test_score_mode_auto_is_deferred():
+    assert make_config().resolved_score_mode == "deferred"
+    assert make_config(score_mode="step").resolved_score_mode == "step"
 
 
 def test_unknown_setting_is_refused_with_the_list_of_valid_ones():

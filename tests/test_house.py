@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keyformer_vllm import config, environment
+from keyformer_vllm import environment, flags
 from keyformer_vllm.__main__ import build_parser
 from keyformer_vllm.demo import model, run, trace
 from keyformer_vllm.demo.server import Server, find_free_port, is_group_alive
@@ -143,7 +143,7 @@ def test_readme_lists_every_flag_with_its_default():
     written = {option: default.strip().strip("`") for option, default in rows}
     declared = {
         flag.option: "none" if flag.default is None else str(flag.default)
-        for flag in config.FLAGS
+        for flag in flags.FLAGS
     }
     assert written == declared
 

@@ -194,11 +194,12 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
 void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot_mapping,
                  const Tensor& positions) {
   keyformer::ResetSlotsArgs args{};
-  args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
-  args.position = side_view<int32_t>("position", position, ScalarType::Int, 0, &score);
-  args.num_blocks = score.size(0);
-  args.num_kv_heads = score.size(1);
-  args.block_size = score.size(2);
+  args.score = side_view<float>("score", score, ScalarType::Float, 1, nullptr);
+  args.position = side_view<int32_t>("position", position, ScalarType::Int, 1, &score);
+  args.num_layers = score.size(0);
+  args.num_blocks = score.size(1);
+  args.num_kv_heads = score.size(2);
+  args.block_size = score.size(3);
   args.num_tokens = slot_mapping.numel();
   args.slot_mapping =
       vector_data<int64_t>("slot_mapping", slot_mapping, ScalarType::Long, args.num_tokens);

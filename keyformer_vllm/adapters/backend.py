@@ -14,6 +14,7 @@ from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
+from keyformer_vllm.adapters.score_batch import ScoreBatch
 
 
 @dataclass
@@ -26,6 +27,7 @@ class LayerSide:
         score: float32 ``[num_blocks, num_kv_heads, block_size]``.
         position: int32, same shape.
         layout: packing of K and V inside a block.
+        ring: the layer's waiting queries (``QueryRing.layer``); None: none wait.
     """
 
     layer_index: int
@@ -33,6 +35,7 @@ class LayerSide:
     score: torch.Tensor
     position: torch.Tensor
     layout: str
+    ring: torch.Tensor | None
 
 
 class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
@@ -56,7 +59,7 @@ class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
 
 
 class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attends with vLLM's kernel, then resets and adds scores."""
+    """Attends with vLLM's kernel, then scores its queries or lets them wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,40 +95,49 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
         )
         if attn_metadata is None:
             return result
-        scoring = attn_metadata.scoring
-        if scoring is None:
-            return result
-        side = self.side
-        assert side is not None, "side data was not bound to this layer"
-        # Recycled blocks are not zeroed by vLLM, and a stale score would live on
-        # in the slot's next owner.
-        ops.reset_slots(
-            side.score,
-            side.position,
-            scoring.slot_mapping,
-            scoring.positions,
-            impl="cpu",
-        )
-        if scoring.scores:
-            ops.score_keys(
+        if attn_metadata.ring_write is not None:
+            assert self.side is not None and self.side.ring is not None
+            attn_metadata.ring_write.store(
+                query[: attn_metadata.num_actual_tokens], self.side.ring
+            )
+        if attn_metadata.scoring is not None:
+            self.add_scores(
                 query[: attn_metadata.num_actual_tokens],
                 kv_cache,
-                side.score,
-                side.position,
-                scoring.block_table,
-                scoring.kv_lens,
-                scoring.query_start_loc,
-                scoring.positions,
-                scoring.tau,
-                scoring.noise_keys,
-                layer_index=side.layer_index,
-                first_query_head=side.first_query_head,
-                scale=self.scale,
-                soft_cap=self.logits_soft_cap,
-                layout=side.layout,
-                impl="cpu",
+                attn_metadata.scoring,
             )
         return result
+
+    def add_scores(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ScoreBatch
+    ) -> None:
+        """Add the scores of queries to the keys they see, in this layer.
+
+        Args:
+            query: ``[num_tokens, num_query_heads, head_size]``, after RoPE.
+            kv_cache: the layer's cache, with the keys of the queries in it.
+            batch: whose queries these are.
+        """
+        side = self.side
+        assert side is not None, "side data was not bound to this layer"
+        ops.score_keys(
+            query,
+            kv_cache,
+            side.score,
+            side.position,
+            batch.block_table,
+            batch.kv_lens,
+            batch.query_start_loc,
+            batch.positions,
+            batch.tau,
+            batch.noise_keys,
+            layer_index=side.layer_index,
+            first_query_head=side.first_query_head,
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap,
+            layout=side.layout,
+            impl="cpu",
+        )
 
 
 @contextmanager

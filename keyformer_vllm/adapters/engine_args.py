@@ -19,13 +19,11 @@ from keyformer_vllm.adapters import compat, request_validation, validation
 from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
-    FLAGS,
-    Flag,
     KeyformerConfig,
     KVPolicyError,
     config_from_additional,
-    settings_from_flags,
 )
+from keyformer_vllm.flags import FLAGS, Flag, settings_from_flags
 
 EXIT_STATUS = 2
 """What a refused command line exits with, as argparse's own errors do."""

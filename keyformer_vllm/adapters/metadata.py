@@ -15,43 +15,24 @@ import numpy as np
 import torch
 
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.core.scoring import is_scored, tau_schedule
+from keyformer_vllm.adapters.query_ring import QueryRing, RingWrite
+from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 
 if TYPE_CHECKING:
     from keyformer_vllm.adapters.runtime import WorkerRuntime
 
 
 @dataclass
-class ScoringMetadata:
-    """What the side data of one step needs, shared by all layers.
+class KeyformerCPUMetadata(compat.CPUAttentionMetadata):  # type: ignore[misc]
+    """vLLM's CPU metadata plus what becomes of the step's queries.
 
     Args:
-        block_table: int32 ``[num_reqs, max_blocks]``, physical.
-        kv_lens: int32 ``[num_reqs]``, tokens in the cache after this step,
-            physical.
-        query_start_loc: int32 ``[num_reqs + 1]``.
-        positions: int64 ``[num_tokens]``, logical.
-        slot_mapping: int64 ``[num_tokens]``.
-        tau: float32 ``[num_tokens]``; 0 for queries that do not score.
-        noise_keys: int64 ``[num_reqs]``; 0 for no noise.
-        scores: whether any query scores.
+        scoring: queries that score in this step; None: none does.
+        ring_write: queries that wait; None: none does.
     """
 
-    block_table: torch.Tensor
-    kv_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    tau: torch.Tensor
-    noise_keys: torch.Tensor
-    scores: bool
-
-
-@dataclass
-class KeyformerCPUMetadata(compat.CPUAttentionMetadata):  # type: ignore[misc]
-    """vLLM's CPU metadata plus ours; ``scoring`` is None when nobody needs it."""
-
-    scoring: ScoringMetadata | None = None
+    scoring: ScoreBatch | None = None
+    ring_write: RingWrite | None = None
 
 
 class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -93,10 +74,10 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         if evicted.any():
             common = self._to_physical(common, torch.from_numpy(evicted))
         base = super().build(common_prefix_len, common, fast_build)
-        scoring = None
+        metadata = KeyformerCPUMetadata(**vars(base))
         if table.column("tracked")[rows].any():
-            scoring = self._scoring(common, table, rows)
-        return KeyformerCPUMetadata(**vars(base), scoring=scoring)
+            self._prepare_side_data(common, runtime, rows, metadata)
+        return metadata
 
     def _to_physical(self, common: Any, evicted: torch.Tensor) -> Any:
         """Shift block-table rows and shorten lengths by the evicted blocks."""
@@ -120,44 +101,69 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             _num_computed_tokens_cache=None,
         )
 
-    def _scoring(
-        self, common: Any, table: Any, rows: np.ndarray[Any, Any]
-    ) -> ScoringMetadata:
+    def _prepare_side_data(
+        self,
+        common: Any,
+        runtime: WorkerRuntime,
+        rows: np.ndarray[Any, Any],
+        metadata: KeyformerCPUMetadata,
+    ) -> None:
+        """Reset the step's slots and say which of its queries score, and when."""
         num_tokens = common.num_actual_tokens
-        starts = common.query_start_loc_cpu.numpy()
         positions = common.positions[:num_tokens]
-        token_rows = np.repeat(rows, np.diff(starts))
-        tau = self._temperatures(positions, table, token_rows)
-        return ScoringMetadata(
+        # The step's blocks are handed out and nobody has read them yet. Recycled
+        # blocks are not zeroed by vLLM, and a stale score would live on.
+        runtime.reset_slots(common.slot_mapping[:num_tokens], positions)
+        table = runtime.table
+        starts = common.query_start_loc_cpu.numpy()
+        lengths = np.diff(starts)
+        scores = table.column("scores")[rows]
+        waits = np.zeros_like(scores)
+        if runtime.ring is not None:
+            waits = scores & (lengths == 1)
+            self._flush_ring(common, runtime, runtime.ring, rows, lengths)
+        if waits.any():
+            assert runtime.ring is not None
+            tokens = starts[:-1][waits]
+            metadata.ring_write = runtime.ring.append(
+                rows[waits], tokens, positions.numpy()[tokens], num_tokens
+            )
+        if not (scores & ~waits).any():
+            return
+        token_rows = np.repeat(rows, lengths)
+        tau = query_temperatures(runtime.config, table, token_rows, positions)
+        tau.masked_fill_(torch.from_numpy(np.repeat(waits, lengths)), 0.0)
+        if not (tau > 0).any():
+            return
+        metadata.scoring = ScoreBatch(
             block_table=common.block_table_tensor,
             kv_lens=common.seq_lens,
             query_start_loc=common.query_start_loc,
             positions=positions,
-            slot_mapping=common.slot_mapping[:num_tokens],
             tau=tau,
             noise_keys=torch.from_numpy(table.column("noise_key")[rows]),
-            scores=bool((tau > 0).any()),
         )
 
-    def _temperatures(
-        self, positions: torch.Tensor, table: Any, token_rows: np.ndarray[Any, Any]
-    ) -> torch.Tensor:
-        """Temperature of each query of the step; 0 where it does not score."""
-        assert self._runtime is not None
+    def _flush_ring(
+        self,
+        common: Any,
+        runtime: WorkerRuntime,
+        ring: QueryRing,
+        rows: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+    ) -> None:
+        """Score what can wait no longer, before the queries of this step.
 
-        def column(name: str) -> torch.Tensor:
-            return torch.from_numpy(table.column(name)[token_rows])
-
-        config = self._runtime.config
-        num_prompt_tokens = column("num_prompt_tokens")
-        tau = tau_schedule(
-            positions,
-            num_prompt_tokens,
-            column("max_tokens"),
-            config.tau_init,
-            config.tau_end,
+        That is a full row of the ring, and a row whose request computes several
+        tokens now: rows of a request are scored in the order of their positions.
+        """
+        waiting = runtime.table.column("num_waiting")[rows]
+        due = (waiting == ring.depth) | ((waiting > 0) & (lengths > 1))
+        if not due.any():
+            return
+        before = common.seq_lens.numpy()[due] - lengths[due]
+        runtime.score_waiting(
+            rows[due],
+            common.block_table_tensor[torch.from_numpy(due)],
+            torch.from_numpy(before),
         )
-        tau.masked_fill_(~column("uses_tau"), 1.0)
-        scored = is_scored(positions, num_prompt_tokens, None, column("query_stride"))
-        scored &= column("scores") & (positions >= column("first_scored"))
-        return tau.masked_fill_(~scored, 0.0)

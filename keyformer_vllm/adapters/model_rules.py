@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.rules import (
     BLOCK_SIZE_UNIT,
     CONNECTOR,
@@ -18,6 +19,7 @@ from keyformer_vllm.adapters.rules import (
     find_kv_events,
     setting_if,
 )
+from keyformer_vllm.config import config_from_additional
 
 HEAD_SIZES = (32, 256)
 
@@ -249,6 +251,19 @@ MODEL_RULES = (
     ),
 )
 
+
+def _ring_too_large(config: Any) -> str | None:
+    """Where the user sized the cache; else only the worker knows what is left."""
+    policy = config_from_additional(config.additional_config)
+    available = config.cache_config.kv_cache_memory_bytes
+    if policy is None or policy.resolved_score_mode != "deferred" or not available:
+        return None
+    problem = RingShape.of_model(config).problem(available)
+    return setting_if(
+        problem, f"--max-num-seqs {config.scheduler_config.max_num_seqs} ({problem})"
+    )
+
+
 OUTCOME_RULES = (
     Rule(
         "non-causal",
@@ -304,4 +319,5 @@ OUTCOME_RULES = (
         "set VLLM_USE_V2_MODEL_RUNNER=0 or drop --kv-policy",
     ),
     Rule("replaced class", _replaced_class, OWN_CLASS),
+    Rule("query ring", _ring_too_large, "no memory is left for the cache", REMEDY),
 )

@@ -7,6 +7,7 @@ no Python runs per token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ _COLUMNS = {
     "max_tokens": np.int64,
     "first_scored": np.int64,
     "query_stride": np.int64,
+    # Kept by the query ring, which is the worker's own.
+    "num_waiting": np.int64,
+    "ring_row": np.int64,
+    "waiting_end": np.int64,
 }
 
 
@@ -64,6 +69,11 @@ class RequestTable:
             np.int64,
             len(request_ids),
         )
+
+    def known_rows(self, request_ids: Iterable[str]) -> np.ndarray[Any, Any]:
+        """Row numbers of those requests that are known, int64."""
+        rows = self._rows
+        return np.array([rows[i] for i in request_ids if i in rows], np.int64)
 
     def update(self, scheduler_output: Any, plan: StepPlan) -> None:
         """Apply one step's arrivals, departures, preemptions and evictions.

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.backend import KeyformerCPUBackend, LayerSide
 from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
+from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.request_table import RequestTable
+from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 from keyformer_vllm.adapters.trace import TraceWriter
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.ops.layout import (
@@ -71,6 +74,11 @@ class WorkerRuntime:
         # Ranks beyond the number of KV heads hold replicas of them.
         self.first_kv_head = first_query_head // first_impl.num_queries_per_kv
         self.first_layer = compat.extract_layer_index(next(iter(layers)))
+        self.impls = [layer.impl for layer in layers.values()]
+        self.ring: QueryRing | None = None
+        if config.resolved_score_mode == "deferred":
+            shape = RingShape.of_layers(vllm_config, layers)
+            self.ring = QueryRing(shape, self.table)
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
@@ -78,6 +86,7 @@ class WorkerRuntime:
                 score=self.score[index],
                 position=self.position[index],
                 layout=self.layout,
+                ring=self.ring.layer(index) if self.ring is not None else None,
             )
         for builder in compat.metadata_builders(model_runner):
             builder.bind(self)
@@ -99,6 +108,10 @@ class WorkerRuntime:
             args: further arguments, handed through.
         """
         plan = plan_of(scheduler_output)
+        if self.ring is not None:
+            gone = scheduler_output.finished_req_ids
+            gone = gone.union(scheduler_output.preempted_req_ids or ())
+            self.ring.release(self.table.known_rows(gone))
         self.table.update(scheduler_output, plan)
         if plan.evictions:
             # Ordered before this step's writes, and so before any reuse of the
@@ -130,6 +143,7 @@ class WorkerRuntime:
             dtype=torch.int32,
         )
         kv_lens, num_evict, num_sinks, recent_start = counts.T.contiguous()
+        self.score_waiting(rows, block_table, kv_lens)
         keep = ops.select_keep(
             self.score,
             self.position,
@@ -161,6 +175,53 @@ class WorkerRuntime:
             self.poison_blocks(
                 block for entry in entries for block in self._blocks(entry)[0]
             )
+
+    def score_waiting(
+        self,
+        rows: np.ndarray[Any, Any],
+        block_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+    ) -> None:
+        """Score all queries of some requests that wait in the ring, in all layers.
+
+        Args:
+            rows: int64 ``[num_reqs]``, rows of the table; none twice.
+            block_table: int32 ``[num_reqs, max_blocks]``, physical.
+            kv_lens: int32 ``[num_reqs]``, physical; all tokens computed so far.
+        """
+        table, ring = self.table, self.ring
+        waiting = table.column("num_waiting")[rows] > 0
+        if ring is None or not waiting.any():
+            return
+        rows, chosen = rows[waiting], torch.from_numpy(waiting)
+        ends = table.column("waiting_end")[rows]
+        places, counts = ring.drain(rows)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        positions = torch.from_numpy(
+            np.repeat(ends - starts[1:], counts) + np.arange(starts[-1])
+        )
+        batch = ScoreBatch(
+            block_table=block_table[chosen],
+            kv_lens=kv_lens[chosen],
+            query_start_loc=torch.from_numpy(starts.astype(np.int32)),
+            positions=positions,
+            tau=query_temperatures(
+                self.config, table, np.repeat(rows, counts), positions
+            ),
+            noise_keys=torch.from_numpy(table.column("noise_key")[rows]),
+        )
+        for index, impl in enumerate(self.impls):
+            query = ring.layer(index).index_select(0, places)
+            impl.add_scores(query, self.kv_pages[index], batch)
+
+    def reset_slots(self, slot_mapping: torch.Tensor, positions: torch.Tensor) -> None:
+        """Start the side data of the slots that a step is about to write.
+
+        Args:
+            slot_mapping: int64 ``[num_tokens]``.
+            positions: int64 ``[num_tokens]``, logical.
+        """
+        ops.reset_slots(self.score, self.position, slot_mapping, positions, impl="cpu")
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
         """Overwrite blocks, so that whoever still reads them shows it.

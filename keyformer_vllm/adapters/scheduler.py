@@ -21,6 +21,7 @@ from keyformer_vllm.adapters.plan import (
     RequestParams,
     StepPlan,
 )
+from keyformer_vllm.adapters.query_ring import RingShape
 from keyformer_vllm.adapters.requests import resolve_request, resolve_retention
 from keyformer_vllm.config import KeyformerConfig, config_from_additional
 from keyformer_vllm.core.policies import get_policy
@@ -148,6 +149,13 @@ def describe_policy(
     usable = kv_cache_config.num_blocks - 1
     full_blocks = -(-max_model_len // block_size)
     held_blocks = -(-retention.max_kv_len(max_model_len) // block_size)
+    ring = ""
+    if config.resolved_score_mode == "deferred":
+        shape = RingShape.of_model(vllm_config)
+        ring = (
+            f"query ring {shape.num_bytes / 2**20:.2f} MiB "
+            f"for {shape.num_rows} requests; "
+        )
     what = (
         "tokens" if isinstance(config.budget, int) else f"of the {config.budget_base}"
     )
@@ -156,6 +164,7 @@ def describe_policy(
         f"(at least {config.min_tokens} tokens), {_describe_choice(config)}; "
         f"block size {block_size}, side data {side} bytes "
         f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
+        f"{ring}"
         f"steady-state concurrency for {max_model_len}-token prompts "
         f"{usable / held_blocks:.2f}x, {usable / full_blocks:.2f}x without eviction"
     )
@@ -173,5 +182,8 @@ def _describe_choice(config: KeyformerConfig) -> str:
     parts.append(f"selecting by {config.select}")
     if policy.scores:
         noise = config.noise if policy.uses_noise else "none"
-        parts.append(f"noise {noise}, score queries {config.score_queries}")
+        parts.append(
+            f"noise {noise}, score queries {config.score_queries}, "
+            f"score mode {config.resolved_score_mode}"
+        )
     return ", ".join(parts)

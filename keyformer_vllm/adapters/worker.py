@@ -9,8 +9,13 @@ from typing import Any
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.backend import cpu_backend_override
+from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.runtime import WorkerRuntime
-from keyformer_vllm.config import config_from_additional
+from keyformer_vllm.config import (
+    KeyformerConfig,
+    KVPolicyError,
+    config_from_additional,
+)
 
 
 class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
@@ -25,12 +30,26 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
         with cpu_backend_override():
             super().load_model(*args, **kwargs)
 
+    def determine_available_memory(self) -> int:
+        """What is left for KV blocks beside the queries that wait to be scored.
+
+        Raises:
+            KVPolicyError: when nothing is.
+        """
+        available: int = super().determine_available_memory()
+        if self._kv_config.resolved_score_mode != "deferred":
+            return available
+        layers = compat.attention_layers(self.vllm_config)
+        shape = RingShape.of_layers(self.vllm_config, layers)
+        problem = shape.problem(available)
+        if problem is not None:
+            raise KVPolicyError("kv_score_mode", f"{problem}; {REMEDY}")
+        return available - shape.num_bytes
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        config = config_from_additional(self.vllm_config.additional_config)
-        assert config is not None, "this worker is only used with a KV policy"
         self.keyformer = WorkerRuntime(
-            config, self.vllm_config, self.model_runner, self.rank
+            self._kv_config, self.vllm_config, self.model_runner, self.rank
         )
         # The legacy Ray executor calls the runner, not the worker; so the hook
         # sits on the runner's method.
@@ -38,3 +57,9 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
         runner.execute_model = partial(
             self.keyformer.execute_model, runner.execute_model
         )
+
+    @property
+    def _kv_config(self) -> KeyformerConfig:
+        config = config_from_additional(self.vllm_config.additional_config)
+        assert config is not None, "this worker is only used with a KV policy"
+        return config

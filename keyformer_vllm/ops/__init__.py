@@ -117,10 +117,10 @@ def reset_slots(
     *,
     impl: str,
 ) -> None:
-    """Start the side data of freshly written slots: score 0, the token's position.
+    """Start the side data of newly given slots: score 0, the token's position.
 
     Args:
-        score: [num_blocks, num_kv_heads, block_size] float32. Mutated.
+        score: [num_layers, num_blocks, num_kv_heads, block_size] float32. Mutated.
         position: int32, shape of `score`. Mutated.
         slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
         positions: [num_tokens] int64 logical positions.

@@ -66,9 +66,10 @@ def reset_slots(
     block_size = score.shape[-1]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    index = slots // block_size, slice(None), slots % block_size
-    score[index] = 0.0
-    position[index] = positions[written, None].to(torch.int32)
+    block, offset = slots // block_size, slots % block_size
+    # The two indices are apart, so theirs becomes the first dimension.
+    score[:, block, :, offset] = 0.0
+    position[:, block, :, offset] = positions[written, None, None].to(torch.int32)
 
 
 def select_keep(

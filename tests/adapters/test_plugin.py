@@ -20,7 +20,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from keyformer_vllm import plugin
 from keyformer_vllm.adapters import compat, engine_args
 from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
-from keyformer_vllm.config import FLAGS, KVPolicyError
+from keyformer_vllm.config import KVPolicyError
+from keyformer_vllm.flags import FLAGS
 from tests.refused_models import write_config
 
 WRAPPED = ("add_cli_args", "from_cli_args", "create_engine_config")
@@ -37,6 +38,7 @@ ALL_FLAGS = {
     "noise": ("none", "none"),
     "seed": ("7", 7),
     "score_queries": ("last:32", "last:32"),
+    "score_mode": ("step", "step"),
     "select": ("block", "block"),
     "trace": ("trace.jsonl", "trace.jsonl"),
 }

@@ -303,6 +303,10 @@ def test_per_request_budget_is_the_requests_own(harness):
         ({"policy": "random"}, "selecting by token", ("noise", "queries")),
         ({"recent_ratio": 0}, "recent window 1 token", ()),
         ({"budget": 300}, "budget 300 tokens", ()),
+        ({}, "score queries all, score mode deferred", ()),
+        # Two layers of four heads, eight requests.
+        ({"policy": "window"}, "query ring 0.25 MiB for 8 requests", ()),
+        ({"score_mode": "step"}, "score mode step", ("ring", "MiB")),
         ({"budget_base": "sequence"}, "budget 0.5 of the sequence", ()),
     ],
 )

@@ -101,6 +101,7 @@ REFUSED_OUTCOMES = [
     ("non-causal", "attention_config.use_non_causal", True),
     ("replaced class", "scheduler_config.scheduler_cls", "a.B"),
     ("replaced class", "parallel_config.worker_cls", "a.B"),
+    ("query ring", "cache_config.kv_cache_memory_bytes", 1000),
     ("diffusion", "model_config.is_diffusion", True),
     ("pooling", "model_config.runner_type", "pooling"),
     (

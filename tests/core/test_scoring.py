@@ -197,7 +197,9 @@ def test_which_queries_score():
     assert scored(None, 3) == [1, 4, 7, 8, 9, 10, 11]
     assert scored(None, 100) == [7, 8, 9, 10, 11]
     # A row that belongs to no request has 0 everywhere and must not divide by it.
-    assert scoring.is_scored(position, 0, None, torch.zeros(12, dtype=torch.int64)).all()
+    assert scoring.is_scored(
+        position, 0, None, torch.zeros(12, dtype=torch.int64)
+    ).all()
 
 
 def test_logits_share_kv_heads_and_soft_cap():

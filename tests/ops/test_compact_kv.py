@@ -251,7 +251,7 @@ def test_offsets_beyond_32_bits(impl):
     slots = torch.cat([torch.arange(bs) + int(block) * bs for block in table[0]])
     kv_cache[0, table[0].long()] = torch.randn(2, heads, bs, width).to(bf16)
     kv_lens = torch.tensor([2 * bs], dtype=torch.int32)
-    ops.reset_slots(score[0], position[0], slots, torch.arange(2 * bs) + 50, impl=impl)
+    ops.reset_slots(score, position, slots, torch.arange(2 * bs) + 50, impl=impl)
     query = torch.randn(1, heads, size).to(bf16)
     ops.score_keys(
         query,

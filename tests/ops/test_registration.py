@@ -97,7 +97,7 @@ def test_fake_implementations_agree_with_the_kernels():
     )
     torch.library.opcheck(
         keyformer.reset_slots.default,
-        (batch.score[0], batch.position[0], batch.slots(0), torch.arange(113)),
+        (batch.score, batch.position, batch.slots(0), torch.arange(113)),
         test_utils=tests,
     )
     torch.library.opcheck(
@@ -129,7 +129,7 @@ def test_operators_run_inside_a_compiled_graph():
     batch = plain(make_batch(BatchSpec()))
 
     def step(slots, positions):
-        ops.reset_slots(batch.score[0], batch.position[0], slots, positions, impl="cpu")
+        ops.reset_slots(batch.score, batch.position, slots, positions, impl="cpu")
         return positions + 1
 
     ops.require_impl("cpu")  # a module cannot be loaded while a graph is traced

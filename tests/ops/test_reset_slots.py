@@ -8,7 +8,9 @@ from tests.helpers import BatchSpec, make_batch
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 40, 2500])
 def test_only_written_slots_change(num_tokens, any_impl, num_threads):
-    spec = BatchSpec(num_kv_heads=3, num_query_heads=3, lens=((3000, 0),), head_size=32)
+    spec = BatchSpec(
+        num_kv_heads=3, num_query_heads=3, lens=((3000, 0),), head_size=32, num_layers=2
+    )
     batch = make_batch(spec)
     batch.score.fill_(2.5)
     slots = batch.slots(0)[torch.randperm(3000)[:num_tokens]]
@@ -18,9 +20,9 @@ def test_only_written_slots_change(num_tokens, any_impl, num_threads):
     score, position = batch.score.clone(), batch.position.clone()
     for slot, value in zip(slots.tolist(), positions.tolist(), strict=True):
         if slot >= 0:
-            score[0, slot // 32, :, slot % 32] = 0.0
-            position[0, slot // 32, :, slot % 32] = value
-    ops.reset_slots(batch.score[0], batch.position[0], slots, positions, impl=any_impl)
+            score[:, slot // 32, :, slot % 32] = 0.0
+            position[:, slot // 32, :, slot % 32] = value
+    ops.reset_slots(batch.score, batch.position, slots, positions, impl=any_impl)
     assert torch.equal(batch.score, score) and torch.equal(batch.position, position)
     # K, V and the padding of the pages: put the side data back and compare all.
     batch.score.fill_(2.5)
@@ -42,4 +44,4 @@ def test_only_written_slots_change(num_tokens, any_impl, num_threads):
 def test_bad_arguments_are_named(name, slots, positions):
     batch = make_batch(BatchSpec())
     with pytest.raises(ValueError, match=f"^{name}:"):
-        ops.reset_slots(batch.score[0], batch.position[0], slots, positions, impl="cpu")
+        ops.reset_slots(batch.score, batch.position, slots, positions, impl="cpu")
