@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "checks.h"
+#include "isa.h"
 #include "paged_cache.h"
-#include "score_isa.h"
 #include "task_pool.h"
 
 namespace keyformer {

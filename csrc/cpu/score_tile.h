@@ -6,8 +6,8 @@
 
 #include <cmath>
 
+#include "isa.h"
 #include "noise_vec.h"
-#include "score_isa.h"
 #include "vec.h"
 
 namespace keyformer::KEYFORMER_ISA {
@@ -275,14 +275,5 @@ void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gum
 }
 
 }  // namespace
-
-#define KEYFORMER_STRINGIZE_(x) #x
-#define KEYFORMER_STRINGIZE(x) KEYFORMER_STRINGIZE_(x)
-
-const IsaKernels& kernels() {
-  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen, compute_tile,
-                                          add_tile, fill_noise};
-  return kKernels;
-}
 
 }  // namespace keyformer::KEYFORMER_ISA

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four operators over the paged cache, each with an explicit implementation.
+"""The operators over the paged cache, each with an explicit implementation.
 
 `impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension. Nothing chooses or
 falls back on its own. Block tables and lengths are physical: the blocks freed so far
@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "IMPLS",
     "compact_kv",
+    "paged_attention_scored",
     "require_impl",
     "reset_slots",
     "score_keys",
@@ -98,6 +99,72 @@ def score_keys(
         ValueError: naming the argument and its value.
     """
     _implementation(impl).score_keys(
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        alibi_slopes,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
+def paged_attention_scored(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+    impl: str,
+) -> None:
+    """Attend and add the Keyformer scores, reading K and V once.
+
+    The output is plain softmax attention, without noise or temperature, over the slots
+    that a row sees. The logit is scale * q . k, then the soft cap, then the ALiBi bias
+    slope * (stored position of the key - position of the query); an attention sink
+    takes part in the softmax as a key without a value. All three as in vLLM's CPU
+    kernel (csrc/cpu/cpu_attn_impl.hpp of vLLM 0.32), which however derives the bias
+    from the cache slot and so needs a cache that nothing was evicted from. Scores are
+    those of `score_keys`, to the bit for the same implementation. Made for decode
+    steps: a request's rows are handled one after the other.
+
+    Args:
+        output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
+            strided. Mutated: rows of requests, whether scored or not.
+        score: [num_blocks, num_kv_heads, block_size] float32. Mutated: rows with
+            tau <= 0 attend without adding to it.
+
+        The others: see `score_keys`.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    _implementation(impl).paged_attention_scored(
+        output,
         query,
         kv_cache,
         score,

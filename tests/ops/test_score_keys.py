@@ -9,7 +9,7 @@ import torch
 from keyformer_vllm import ops
 from keyformer_vllm.core import noise
 from keyformer_vllm.ops import cpu
-from tests.helpers import BatchSpec, PagedBatch, dense_scores, make_batch
+from tests.helpers import MATHS, BatchSpec, PagedBatch, dense_scores, make_batch
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -51,42 +51,6 @@ SPECS = [
         (fp16, "vec", (5, 1), 96, 32),
     ]
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Math:
-    """What distinguishes one row's maths from another's."""
-
-    noise_key: int = 0
-    tau: float = 1.0
-    soft_cap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-
-    def per_query_head(self, num_query_heads: int) -> dict[str, torch.Tensor]:
-        """The optional arguments.
-
-        Keys are up to 1,000 tokens away: the slopes are flat enough that more than one
-        key counts. Sinks have both signs.
-        """
-        head = torch.arange(num_query_heads)
-        made = {}
-        if self.alibi:
-            made["alibi_slopes"] = 2.0 ** (-4 - 8 * head / num_query_heads)
-        if self.sinks:
-            made["sinks"] = 4.0 * (-1.0) ** head + head
-        return made
-
-
-MATHS = {
-    "plain": Math(),
-    "noise": Math(noise_key=77),
-    "noise-tau": Math(noise_key=-5, tau=1.7),
-    "tau-cap": Math(tau=0.6, soft_cap=5.0),
-    "alibi": Math(alibi=True),
-    "noise-sinks": Math(noise_key=8, sinks=True),
-    "noise-tau-cap-alibi-sinks": Math(12, 1.3, 4.0, True, True),
-}
 
 
 def run(
