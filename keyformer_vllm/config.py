@@ -68,7 +68,8 @@ class KeyformerConfig:
         tau_end: temperature reached at the request's last token.
         noise: ``gumbel`` (the paper) or ``none``.
         seed: seed of the noise; a request's own seed is mixed in.
-        score_queries: ``all`` prompt queries score (the paper), or ``last:N``.
+        score_queries: which prompt queries score: ``all`` (the paper), ``last:N``, or
+            ``stride:S``: every S-th, counted back from the newest.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
@@ -110,7 +111,7 @@ class KeyformerConfig:
             )
         _check_choice("kv_noise", self.noise, NOISES)
         _check_int("kv_seed", self.seed, 0, 2**63 - 1)
-        _parse_score_queries("kv_score_queries", self.score_queries)
+        _parse_score_queries(self.score_queries)
         _check_choice("kv_select", self.select, SELECTIONS)
         if self.trace is not None and (
             not isinstance(self.trace, str) or not self.trace
@@ -131,8 +132,15 @@ class KeyformerConfig:
 
     @property
     def num_score_queries(self) -> int | None:
-        """How many of the last prompt queries score; None for all of them."""
-        return _parse_score_queries("kv_score_queries", self.score_queries)
+        """How many of the last prompt queries score; None for no such limit."""
+        kind, number = _parse_score_queries(self.score_queries)
+        return number if kind == "last" else None
+
+    @property
+    def score_query_stride(self) -> int:
+        """Every how many prompt queries one scores; 1 for each of them."""
+        kind, number = _parse_score_queries(self.score_queries)
+        return number if kind == "stride" else 1
 
     def check_trace(self) -> None:
         """Refuse a trace file that cannot be written, before workers try.
@@ -325,7 +333,7 @@ FLAGS = (
         "score_queries",
         str,
         "WHICH",
-        "Prompt queries that score: all (the paper) or last:N.",
+        "Prompt queries that score: all (the paper), last:N, or stride:S (every S-th).",
     ),
     Flag(
         "select",
@@ -423,13 +431,19 @@ def _check_budget(name: str, value: Any, min_tokens: int) -> float | int:
     return checked
 
 
-def _parse_score_queries(name: str, value: Any) -> int | None:
+def _parse_score_queries(value: Any) -> tuple[str, int]:
+    """``("all", 1)``, ``("last", N)`` or ``("stride", S)``."""
     if value == "all":
-        return None
-    match = re.fullmatch(r"last:(\d{1,9})", value) if isinstance(value, str) else None
-    if match is None or int(match.group(1)) < 1:
+        return "all", 1
+    found = (
+        re.fullmatch(r"(last|stride):(\d{1,9})", value)
+        if isinstance(value, str)
+        else None
+    )
+    if found is None or int(found[2]) < 1:
         raise KVPolicyError(
-            name,
-            f"{name}={_shown(value)} must be all, or last:N with N of at least 1",
+            "kv_score_queries",
+            f"kv_score_queries={_shown(value)} must be all, last:N or stride:S, with "
+            "N or S an integer of at least 1",
         )
-    return int(match.group(1))
+    return found[1], int(found[2])

@@ -126,6 +126,7 @@ def oracle_request(
         tau_init=config.tau_init,
         tau_end=config.tau_end,
         last_prompt_queries=config.num_score_queries,
+        prompt_query_stride=config.score_query_stride,
         run_size=16 if config.select == "block" else 1,
         num_prefill_tokens=num_prefill_tokens,
     )

@@ -37,7 +37,7 @@ GOOD_VALUES = [
     *(("tau_end", value) for value in (1.0, 2, 100.0)),
     *(("noise", value) for value in ("gumbel", "none")),
     *(("seed", value) for value in (0, 2**63 - 1)),
-    *(("score_queries", value) for value in ("all", "last:1", "last:32")),
+    *(("score_queries", value) for value in ("all", "last:1", "stride:1", "stride:4")),
     *(("select", value) for value in ("token", "block")),
     *(("trace", value) for value in (None, "trace.jsonl")),
     *(("poison_freed", value) for value in (True, False)),
@@ -55,7 +55,11 @@ BAD_VALUES = {
     "tau_end": (*NOT_NUMBERS, 0, 0.9, 101, INF),
     "noise": ("", "Gumbel", "gauss", None, 0),
     "seed": (*NOT_NUMBERS, -1, 0.5, 2**63),
-    "score_queries": ("", "last", "last:", "last:0", "last:-1", "last:x", "ALL", 32),
+    "score_queries": (
+        *("", "ALL", "all:1", 32, "last", "last:", "last:0", "last:-1", "last:x"),
+        *("stride", "stride:", "stride:0", "stride:-1", "stride:1.5", "stride:x"),
+        *("last:1,stride:2", "stride:" + "1" * 40, " stride:4"),
+    ),
     "select": ("", "Token", "head", None, 1),
     "trace": ("", 1, [], {}),
     "poison_freed": (0, 1, "true", "", None, []),
@@ -153,9 +157,14 @@ def test_evicts(settings, evicts):
     assert make_config(**settings).evicts is evicts
 
 
-def test_num_score_queries():
-    assert make_config().num_score_queries is None
-    assert make_config(score_queries="last:32").num_score_queries == 32
+@pytest.mark.parametrize(
+    ("value", "last", "stride"),
+    [("all", None, 1), ("last:32", 32, 1), ("stride:4", None, 4), ("stride:1", None, 1)],
+)
+def test_score_queries_are_a_limit_or_a_stride(value, last, stride):
+    config = make_config(score_queries=value)
+    assert config.num_score_queries == last
+    assert config.score_query_stride == stride
 
 
 def test_unknown_setting_is_refused_with_the_list_of_valid_ones():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.core.scoring import tau_schedule
+from keyformer_vllm.core.scoring import is_scored, tau_schedule
 
 if TYPE_CHECKING:
     from keyformer_vllm.adapters.runtime import WorkerRuntime
@@ -149,13 +149,15 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             return torch.from_numpy(table.column(name)[token_rows])
 
         config = self._runtime.config
+        num_prompt_tokens = column("num_prompt_tokens")
         tau = tau_schedule(
             positions,
-            column("num_prompt_tokens"),
+            num_prompt_tokens,
             column("max_tokens"),
             config.tau_init,
             config.tau_end,
         )
         tau.masked_fill_(~column("uses_tau"), 1.0)
-        scored = column("scores") & (positions >= column("first_scored"))
+        scored = is_scored(positions, num_prompt_tokens, None, column("query_stride"))
+        scored &= column("scores") & (positions >= column("first_scored"))
         return tau.masked_fill_(~scored, 0.0)

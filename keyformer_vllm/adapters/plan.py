@@ -28,6 +28,8 @@ class RequestParams:
         num_prompt_tokens: prompt length, in tokens.
         max_tokens: the most tokens it may generate; the temperature ends there.
         first_scored: position of the first query that scores.
+        query_stride: from there to the end of the prompt, every how many queries one
+            scores, counted back from the newest.
         uses_tau: whether its temperature follows the schedule; else it is 1.
         run_size: 1 to select tokens, 16 to select whole runs.
         random: whether candidates are ranked at random instead of by score.
@@ -39,6 +41,7 @@ class RequestParams:
     num_prompt_tokens: int
     max_tokens: int
     first_scored: int
+    query_stride: int
     uses_tau: bool
     run_size: int
     random: bool

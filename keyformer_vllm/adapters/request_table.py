@@ -24,6 +24,7 @@ _COLUMNS = {
     "num_prompt_tokens": np.int64,
     "max_tokens": np.int64,
     "first_scored": np.int64,
+    "query_stride": np.int64,
 }
 
 

@@ -71,6 +71,7 @@ def resolve_request(
         first_scored=(
             0 if last_queries is None else max(0, num_prompt_tokens - last_queries)
         ),
+        query_stride=config.score_query_stride,
         uses_tau=policy.uses_tau,
         run_size=RUN_SIZE if config.select == "block" else 1,
         random=policy.random_rank,

@@ -36,6 +36,7 @@ class OracleRequest:
         noise_key: from `noise.request_noise_key`; NO_NOISE scores without noise.
         tau_init, tau_end: temperature of the score, in the prompt and at the end.
         last_prompt_queries: N of `last:N`; None: all prompt queries score.
+        prompt_query_stride: S of `stride:S`; 1: all prompt queries score.
         run_size: 1 selects tokens, 16 whole runs of 16 positions.
         num_prefill_tokens: tokens computed before the first decode step; more than
             the prompt for a request that was preempted and resumed. None: the prompt.
@@ -51,6 +52,7 @@ class OracleRequest:
     tau_init: float = 1.0
     tau_end: float = 2.0
     last_prompt_queries: int | None = None
+    prompt_query_stride: int = 1
     run_size: int = 1
     num_prefill_tokens: int | None = None
     frozen_key_set: bool = False
@@ -212,7 +214,10 @@ class OracleLayer:
                 request.tau_end,
             )
         scored = is_scored(
-            query_position, num_prompt_tokens, request.last_prompt_queries
+            query_position,
+            num_prompt_tokens,
+            request.last_prompt_queries,
+            request.prompt_query_stride,
         )
         first_new = self.kv_len - len(query_position)
         for row in scored.nonzero().flatten().tolist():

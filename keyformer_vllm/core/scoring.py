@@ -48,6 +48,7 @@ def is_scored(
     position: torch.Tensor,
     num_prompt_tokens: torch.Tensor | int,
     last_prompt_queries: int | None,
+    prompt_query_stride: torch.Tensor | int = 1,
 ) -> torch.Tensor:
     """Whether the query at each position adds to the scores.
 
@@ -56,13 +57,20 @@ def is_scored(
         num_prompt_tokens: broadcasts against `position`.
         last_prompt_queries: N of `last:N`: of the prompt, only the last N queries
             score; None: all do. Generated tokens always do.
+        prompt_query_stride: S of `stride:S`: of the prompt, only every S-th query
+            scores, counted back from the newest, which always does. Broadcasts against
+            `position`; 0 counts as 1, for rows of a batch that belong to no request.
 
     Returns:
         bool, broadcast shape.
     """
-    if last_prompt_queries is None:
-        return torch.ones_like(position, dtype=torch.bool)
-    return position >= num_prompt_tokens - last_prompt_queries
+    # How far before the end of the prompt; below 0 for generated tokens.
+    before_end = num_prompt_tokens - 1 - position
+    stride = torch.as_tensor(prompt_query_stride, device=position.device).clamp(min=1)
+    scored = (before_end < 0) | (before_end % stride == 0)
+    if last_prompt_queries is not None:
+        scored &= before_end < last_prompt_queries
+    return scored
 
 
 def attention_logits(

@@ -20,6 +20,7 @@ def _params(**changes) -> RequestParams:
         "num_prompt_tokens": 100,
         "max_tokens": 50,
         "first_scored": 0,
+        "query_stride": 1,
         "uses_tau": True,
         "run_size": 1,
         "random": False,

@@ -62,9 +62,11 @@ def run(layer, tensors, chunks=(PROMPT,), generated=GENERATED):
 class BruteForce:
     """Keyformer over lists of tokens, in NumPy; evicted tokens leave their list."""
 
-    def __init__(self, policy, interval, budget, frozen=False, run_size=1, last=None):
+    def __init__(
+        self, policy, interval, budget, frozen=False, run_size=1, last=None, stride=1
+    ):
         self.policy, self.interval, self.frozen = policy, interval, frozen
-        self.run_size, self.last = run_size, last
+        self.run_size, self.last, self.stride = run_size, last, stride
         self.k = budget if isinstance(budget, int) else int(budget * PROMPT)
         self.history, self.evicted = [], 0
 
@@ -137,6 +139,8 @@ class BruteForce:
                         output[head, i] += w * token["v"]
                     if self.last is not None and i < PROMPT - self.last:
                         continue
+                    if i < PROMPT and i not in range(PROMPT - 1, -1, -self.stride):
+                        continue
                     tau, gumbel = self.tau_and_noise(i, head, positions)
                     p = np.exp((x + gumbel) / tau)
                     for share, token in zip(p / p.sum(), tokens, strict=True):
@@ -179,6 +183,14 @@ def test_equals_brute_force_with_runs_of_the_last_queries(interval):
         make_retention(block_size=interval), run_size=16, last_prompt_queries=5
     )
     brute = BruteForce("keyformer", interval, 0.5, run_size=16, last=5)
+    assert_equal_to_brute_force(layer, brute, make_tensors())
+
+
+@pytest.mark.parametrize("stride", [2, 5, PROMPT - 1, PROMPT, 10 * PROMPT])
+def test_equals_brute_force_with_every_sth_prompt_query(stride):
+    """The newest prompt query scores whatever the stride; so does every later one."""
+    layer = make_layer(make_retention(block_size=8), prompt_query_stride=stride)
+    brute = BruteForce("keyformer", 8, 0.5, stride=stride)
     assert_equal_to_brute_force(layer, brute, make_tensors())
 
 

@@ -186,6 +186,20 @@ def test_at_tau_one_noise_is_a_division_by_an_exponential():
     assert torch.allclose(p, weight / weight.sum(-1, keepdim=True), atol=1e-6)
 
 
+def test_which_queries_score():
+    position = torch.arange(12)  # a prompt of 8, then 4 generated tokens
+
+    def scored(*args):
+        return scoring.is_scored(position, 8, *args).nonzero().flatten().tolist()
+
+    assert scored(None) == scored(None, 1) == scored(99) == list(range(12))
+    assert scored(3) == [5, 6, 7, 8, 9, 10, 11]
+    assert scored(None, 3) == [1, 4, 7, 8, 9, 10, 11]
+    assert scored(None, 100) == [7, 8, 9, 10, 11]
+    # A row that belongs to no request has 0 everywhere and must not divide by it.
+    assert scoring.is_scored(position, 0, None, torch.zeros(12, dtype=torch.int64)).all()
+
+
 def test_logits_share_kv_heads_and_soft_cap():
     query, key = torch.randn(6, 3, 8), torch.randn(2, 5, 8)
     logits = scoring.attention_logits(query, key, 0.25)

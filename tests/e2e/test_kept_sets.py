@@ -104,6 +104,7 @@ def test_every_architecture(start_engine, tiny_model, kind, block_size):
         {"budget_base": "sequence", "budget": 0.3},
         {"recent_ratio": 0.6, "sinks": 0, "seed": 12345},
         {"score_queries": "last:1", "sinks": 20, "recent_ratio": 0.0},
+        {"score_queries": "stride:7"},
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
 )
