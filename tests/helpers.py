@@ -188,6 +188,8 @@ def dense_scores(
     scale: float,
     soft_cap: float,
     dtype: torch.dtype,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Scores of each request from its plain tensors: [num_kv_heads, kv_len].
 
@@ -211,6 +213,10 @@ def dense_scores(
                 x = batch.query[scored, query_head].to(dtype) @ key.T * scale
                 if soft_cap > 0:
                     x = soft_cap * torch.tanh(x / soft_cap)
+                if alibi_slopes is not None:
+                    here = batch.query_positions[scored, None]
+                    distance = (positions[kv_head] - here).to(dtype)
+                    x = x + alibi_slopes[query_head].to(dtype) * distance
                 if int(noise_keys[request]) != 0:
                     rows = noise.row_keys(
                         int(noise_keys[request]),
@@ -220,7 +226,10 @@ def dense_scores(
                     )
                     x = x + noise.gumbel(rows, positions[kv_head]).to(dtype)
                 x = (x / tau[scored, None].to(dtype)).masked_fill(hidden, -torch.inf)
-                shares += torch.softmax(x, dim=1)
+                if sinks is not None:
+                    sink = sinks[query_head].to(dtype) / tau[scored, None].to(dtype)
+                    x = torch.cat([x, sink], dim=1)
+                shares += torch.softmax(x, dim=1)[:, :kv_len]
             for row in shares:  # one after the other, as the operators promise
                 total[kv_head] += row
         result.append(total)

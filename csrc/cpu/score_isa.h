@@ -26,10 +26,14 @@ struct ScoreTile {
   const int32_t* visible;      // [num_rows] keys the row sees, ascending
   const float* tau;            // [num_rows]
   const RowKey* row_keys;      // [num_rows, num_heads], nullptr: no noise
-  const int32_t* positions;    // [keys, padded to whole chunks], of this KV head; nullptr: no noise
-  float* weights;              // [num_rows, num_heads, row_stride] scratch
-  int64_t row_stride;          // multiple of kKeyChunk
-  float* panel;                // [head_size, kKeyChunk] scratch
+  const float* alibi_slopes;   // [num_heads], nullptr: no bias
+  const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
+  const int32_t* query_positions;  // [num_rows]
+  // [keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs it
+  const int32_t* positions;
+  float* weights;      // [num_rows, num_heads, row_stride] scratch
+  int64_t row_stride;  // multiple of kKeyChunk
+  float* panel;        // [head_size, kKeyChunk] scratch
 };
 
 struct IsaKernels {

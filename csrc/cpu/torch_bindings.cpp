@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -89,6 +90,13 @@ const T* vector_data(const char* name, const Tensor& tensor, ScalarType type, in
   return static_cast<const T*>(tensor.data_ptr());
 }
 
+// nullptr where the model has none.
+const float* per_query_head(const char* name, const std::optional<Tensor>& tensor,
+                            int64_t num_query_heads) {
+  if (!tensor.has_value()) return nullptr;
+  return vector_data<float>(name, *tensor, ScalarType::Float, num_query_heads);
+}
+
 // `offset` is 1 where the tensor has a leading layer dimension.
 template <typename T>
 keyformer::SideView<T> side_view(const char* name, const Tensor& tensor, ScalarType type,
@@ -158,7 +166,8 @@ keyformer::ElementType element_type(const Tensor& tensor, int64_t layout) {
 void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score,
                 const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
                 const Tensor& query_start_loc, const Tensor& query_positions, const Tensor& tau,
-                const Tensor& noise_keys, int64_t layer_index, int64_t first_query_head,
+                const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
+                const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head,
                 double scale, double soft_cap, int64_t layout) {
   keyformer::ScoreKeysArgs args{};
   args.cache = paged_cache(kv_cache, 0, layout);
@@ -184,6 +193,8 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
       vector_data<int64_t>("query_positions", query_positions, ScalarType::Long, args.num_tokens);
   args.tau = vector_data<float>("tau", tau, ScalarType::Float, args.num_tokens);
   args.noise_keys = vector_data<int64_t>("noise_keys", noise_keys, ScalarType::Long, num_reqs);
+  args.alibi_slopes = per_query_head("alibi_slopes", alibi_slopes, args.num_query_heads);
+  args.sinks = per_query_head("sinks", sinks, args.num_query_heads);
   args.layer_index = layer_index;
   args.first_query_head = first_query_head;
   args.scale = static_cast<float>(scale);
@@ -301,8 +312,8 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
   m.def(
       "score_keys(Tensor query, Tensor kv_cache, Tensor(a!) score, Tensor position, "
       "Tensor block_table, Tensor kv_lens, Tensor query_start_loc, Tensor query_positions, "
-      "Tensor tau, Tensor noise_keys, int layer_index, int first_query_head, float scale, "
-      "float soft_cap, int layout) -> ()");
+      "Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? sinks, int layer_index, "
+      "int first_query_head, float scale, float soft_cap, int layout) -> ()");
   m.def(
       "reset_slots(Tensor(a!) score, Tensor(b!) position, Tensor slot_mapping, "
       "Tensor positions) -> ()");

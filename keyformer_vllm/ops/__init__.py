@@ -51,6 +51,8 @@ def score_keys(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     layer_index: int,
     first_query_head: int,
     scale: float,
@@ -61,9 +63,9 @@ def score_keys(
     """Add the Keyformer score of each query row to the keys it sees.
 
     A row adds softmax_j((x_j + g_j) / tau), summed over the query heads of a KV head,
-    with x the scaled (and soft-capped) logit and g Gumbel noise; row r of a request
-    with q rows sees slots [0, kv_len - q + r + 1). Rows are added one after the other
-    in fp32, so the sum does not depend on chunking or batching. Paper: arXiv
+    with x the scaled, soft-capped, ALiBi-biased logit and g Gumbel noise; row r of a
+    request with q rows sees slots [0, kv_len - q + r + 1). Rows are added one after the
+    other in fp32, so the sum does not depend on chunking or batching. Paper: arXiv
     2403.09054, section 3.
 
     Args:
@@ -80,6 +82,11 @@ def score_keys(
         query_positions: [num_tokens] int64 logical positions.
         tau: [num_tokens] float32 temperature; rows with tau <= 0 are not scored.
         noise_keys: [num_reqs] int64, 0 for a request without noise.
+        alibi_slopes: [num_query_heads] float32; adds slope * (stored position of the
+            key - position of the query) to the logit, after the soft cap. None: no
+            bias.
+        sinks: [num_query_heads] float32; a logit per query head that adds
+            exp(sink / tau), without noise, to the normaliser of its rows. None: none.
         layer_index: index of the layer in the model, for the noise.
         first_query_head: index of query head 0 in the model, for the noise.
         scale: factor of q . k.
@@ -101,6 +108,8 @@ def score_keys(
         query_positions,
         tau,
         noise_keys,
+        alibi_slopes,
+        sinks,
         layer_index,
         first_query_head,
         scale,

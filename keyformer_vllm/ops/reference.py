@@ -18,6 +18,8 @@ def score_keys(
     query_positions: torch.Tensor,
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     layer_index: int,
     first_query_head: int,
     scale: float,
@@ -49,6 +51,8 @@ def score_keys(
             first_query_head=first_query_head,
             scale=scale,
             soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
         # Row by row, as the kernels add: chunking a prompt changes no bit of a sum.
         total = score[index].T

@@ -113,6 +113,8 @@ def test_fake_implementations_agree_with_the_kernels():
             batch.query_positions,
             torch.ones(5),
             torch.tensor([0, 7]),
+            torch.full((batch.spec.num_query_heads,), 0.5),
+            None,
             0,
             0,
             0.125,
