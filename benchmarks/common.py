@@ -137,6 +137,19 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(max(rank, 1), len(ordered)) - 1]
 
 
+def mean_with_interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and its 95 % interval (Student's t) over independent values, at least 5."""
+    mean = statistics.fmean(values)
+    free = len(values) - 1
+    # The quantile of t from that of the normal distribution (Cornish-Fisher): within
+    # 0.3 % from 4 degrees of freedom on, and without a library of statistics.
+    z = statistics.NormalDist().inv_cdf(0.975)
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+    half = t * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
 def round_floats(value: Any, digits: int = 4) -> Any:
     """`value` with every float in it rounded to `digits` significant digits."""
     if isinstance(value, float):

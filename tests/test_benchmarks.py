@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import bench_admission
 import bench_ops
+import bench_quality
 import common
 import pytest
 
@@ -70,6 +72,18 @@ def test_medians_and_ratios():
 )
 def test_percentile_is_a_value_that_occurred(share, expected):
     assert common.percentile(list(range(100, 0, -1)), share) == expected
+
+
+@pytest.mark.parametrize(
+    "number, t", [(5, 2.7764), (6, 2.5706), (10, 2.2622), (30, 2.0452)]
+)
+def test_interval_is_that_of_students_t(number, t):
+    values = [float(n) for n in range(number)]
+    half = t * statistics.stdev(values) / number**0.5
+    found = common.mean_with_interval(values)
+    assert found["mean"] == statistics.fmean(values)
+    assert found["high"] - found["mean"] == pytest.approx(half, rel=0.003)
+    assert found["mean"] - found["low"] == pytest.approx(half, rel=0.003)
 
 
 def test_every_call_takes_its_turn():
@@ -167,6 +181,114 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
     done = run_script("bench_ops.py", "--query-heads", "4", "--kv-heads", "3")
     assert done.returncode == 2
     assert "4 query heads" in done.stderr
+
+
+# Quality
+
+
+def quality_args(*more):
+    start = ["--articles", "a.jsonl", "--num-articles", "5"]
+    return bench_quality.build_parser().parse_args([*start, *more])
+
+
+def test_settings_that_a_policy_ignores_are_measured_once():
+    args = quality_args(
+        *("--policies", "keyformer", "streaming", "full", "--budgets", "0.5", "300"),
+        *("--score-queries", "all", "last:32", "stride:4"),
+    )
+    assert list(bench_quality.list_settings(args)) == [
+        "keyformer 0.5 all",
+        "keyformer 0.5 last:32",
+        "keyformer 0.5 stride:4",
+        "keyformer 300 all",
+        "keyformer 300 last:32",
+        "keyformer 300 stride:4",
+        "streaming 0.5",
+        "streaming 300",
+        "full",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option, value, named",
+    [
+        ("--policies", "best", "kv_policy"),
+        ("--score-queries", "some", "kv_score_queries"),
+        ("--budgets", "1.5", "kv_budget"),
+    ],
+)
+def test_settings_that_the_server_refuses_are_refused(option, value, named):
+    with pytest.raises(common.UsageError, match=named):
+        bench_quality.list_settings(quality_args(option, value))
+
+
+def test_articles_below_the_budget_are_counted():
+    args = quality_args("--new-tokens", "8")
+    values = bench_quality.list_settings(args)["keyformer 0.5 all"]
+    prompts = [[0] * length for length in (80, 88, 89, 400)]
+    # Computed at last: length + 7; a block of 32 goes once that is 64 + 32.
+    assert bench_quality.count_evicting(values, prompts, args) == 2
+
+
+@pytest.fixture
+def fake_engine(monkeypatch):
+    """Settings that were replayed; the shares are made up."""
+    import transformers
+
+    import tests.quality
+
+    replayed = []
+
+    def replay(args, values, prompts, answers, description):
+        name = bench_quality.name_setting(values)
+        if name.endswith("stride:8"):
+            raise KeyboardInterrupt
+        replayed.append(name)
+        drop = 0.1 if "stride" in name else 0.0
+        return [0.8 + 0.02 * index - drop for index in range(5)]
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: None)
+    monkeypatch.setattr(
+        tests.quality, "article_prompts", lambda *_: [[0] * 400 for _ in range(5)]
+    )
+    monkeypatch.setattr(
+        bench_quality, "answer_in_full", lambda *_: replayed.append("answers") or [[1]]
+    )
+    monkeypatch.setattr(bench_quality, "replay_setting", replay)
+    return replayed
+
+
+def test_an_interrupted_quality_run_is_continued(tmp_path, fake_engine):
+    output = ("--output", str(tmp_path / "q.json"))
+    queries = ("--score-queries", "all", "stride:4")
+    with pytest.raises(KeyboardInterrupt):
+        bench_quality.measure(quality_args(*output, *queries, "stride:8"))
+    assert fake_engine == ["answers", "keyformer 0.5 all", "keyformer 0.5 stride:4"]
+    fake_engine.clear()
+    result = bench_quality.measure(quality_args(*output, *queries, "stride:16"))
+    assert fake_engine == ["keyformer 0.5 stride:16"]
+    first, second, _ = result["arms"]
+    assert first["agreement"]["mean"] == pytest.approx(0.84)
+    assert first["agreement"]["low"] < 0.84 < first["agreement"]["high"]
+    # Article by article the drop is always the same: no interval.
+    assert second["difference"] == pytest.approx(
+        {"mean": -0.1, "low": -0.1, "high": -0.1}
+    )
+    table = bench_quality.format_arms(result["arms"])
+    assert "| keyformer 0.5 stride:4" in table and "5/5" in table
+    bench_quality.draw(result, tmp_path / "q.png")
+    assert (tmp_path / "q.png").read_bytes().startswith(PNG)
+
+
+def test_answers_of_other_articles_are_not_taken(tmp_path, fake_engine):
+    output = ("--output", str(tmp_path / "q.json"))
+    bench_quality.measure(quality_args(*output))
+    with pytest.raises(common.UsageError, match="another --new-tokens"):
+        bench_quality.measure(quality_args(*output, "--new-tokens", "9"))
+    fake_engine.clear()
+    bench_quality.measure(quality_args(*output, "--new-tokens", "9", "--fresh"))
+    assert fake_engine == ["answers", "keyformer 0.5 all"]
 
 
 # Admission
