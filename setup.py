@@ -19,8 +19,8 @@ CPU_SOURCES = Path("csrc/cpu")
 
 # Flags of one source file: only these files may contain such instructions.
 FLAGS_OF_SOURCE = {
-    "score_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "score_avx512.cpp": [
+    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512.cpp": [
         "-mavx512f",
         "-mavx512bw",
         "-mavx512dq",

@@ -74,8 +74,8 @@ stage_model_deps() {
 }
 
 stage_tools() {
-  say "installing test tools and linters"
-  "$py" .ci/list_extras.py test lint | xargs "$py" -m pip install -qq \
+  say "installing test tools, linters and what draws the plots"
+  "$py" .ci/list_extras.py test bench lint | xargs "$py" -m pip install -qq \
     --disable-pip-version-check --no-input
 }
 

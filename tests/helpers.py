@@ -30,6 +30,42 @@ class BatchSpec:
         return f"{dtype}-{self.layout}-{heads}-d{self.head_size}-b{self.block_size}"
 
 
+@dataclass(frozen=True)
+class Math:
+    """What distinguishes one row's maths from another's."""
+
+    noise_key: int = 0
+    tau: float = 1.0
+    soft_cap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+    def per_query_head(self, num_query_heads: int) -> dict[str, torch.Tensor]:
+        """The optional arguments.
+
+        Keys are up to 1,000 tokens away: the slopes are flat enough that more than one
+        key counts. Sinks have both signs.
+        """
+        head = torch.arange(num_query_heads)
+        made = {}
+        if self.alibi:
+            made["alibi_slopes"] = 2.0 ** (-4 - 8 * head / num_query_heads)
+        if self.sinks:
+            made["sinks"] = 4.0 * (-1.0) ** head + head
+        return made
+
+
+MATHS = {
+    "plain": Math(),
+    "noise": Math(noise_key=77),
+    "noise-tau": Math(noise_key=-5, tau=1.7),
+    "tau-cap": Math(tau=0.6, soft_cap=5.0),
+    "alibi": Math(alibi=True),
+    "noise-sinks": Math(noise_key=8, sinks=True),
+    "noise-tau-cap-alibi-sinks": Math(12, 1.3, 4.0, True, True),
+}
+
+
 @dataclass
 class PagedBatch:
     """A packed cache, its side data, and the same tokens as plain tensors."""
@@ -188,6 +224,8 @@ def dense_scores(
     scale: float,
     soft_cap: float,
     dtype: torch.dtype,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Scores of each request from its plain tensors: [num_kv_heads, kv_len].
 
@@ -211,6 +249,10 @@ def dense_scores(
                 x = batch.query[scored, query_head].to(dtype) @ key.T * scale
                 if soft_cap > 0:
                     x = soft_cap * torch.tanh(x / soft_cap)
+                if alibi_slopes is not None:
+                    here = batch.query_positions[scored, None]
+                    distance = (positions[kv_head] - here).to(dtype)
+                    x = x + alibi_slopes[query_head].to(dtype) * distance
                 if int(noise_keys[request]) != 0:
                     rows = noise.row_keys(
                         int(noise_keys[request]),
@@ -220,8 +262,56 @@ def dense_scores(
                     )
                     x = x + noise.gumbel(rows, positions[kv_head]).to(dtype)
                 x = (x / tau[scored, None].to(dtype)).masked_fill(hidden, -torch.inf)
-                shares += torch.softmax(x, dim=1)
+                if sinks is not None:
+                    sink = sinks[query_head].to(dtype) / tau[scored, None].to(dtype)
+                    x = torch.cat([x, sink], dim=1)
+                shares += torch.softmax(x, dim=1)[:, :kv_len]
             for row in shares:  # one after the other, as the operators promise
                 total[kv_head] += row
         result.append(total)
     return result
+
+
+def dense_attention(
+    batch: PagedBatch,
+    *,
+    scale: float,
+    soft_cap: float,
+    dtype: torch.dtype,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain attention from the plain tensors: [num_tokens, num_query_heads, head_size].
+
+    All arithmetic in `dtype`, products summed one dimension after the other.
+    """
+    spec = batch.spec
+    group = spec.num_query_heads // spec.num_kv_heads
+    output = torch.zeros(batch.query.shape, dtype=dtype)
+    for request, (kv_len, num_rows) in enumerate(spec.lens):
+        begin = int(batch.query_start_loc[request])
+        tokens = slice(begin, begin + num_rows)
+        key, value = (
+            side[request][0].to(dtype).transpose(0, 1).repeat_interleave(group, dim=0)
+            for side in (batch.keys, batch.values)
+        )  # [num_query_heads, kv_len, head_size]
+        query = batch.query[tokens].to(dtype).transpose(0, 1)
+        x = torch.zeros(spec.num_query_heads, num_rows, kv_len, dtype=dtype)
+        for d in range(spec.head_size):
+            x += query[:, :, None, d] * key[:, None, :, d]
+        x *= scale
+        if soft_cap > 0:
+            x = soft_cap * torch.tanh(x / soft_cap)
+        if alibi_slopes is not None:
+            positions = batch.side(batch.position, request)[0]
+            distance = positions[:, None] - batch.query_positions[tokens, None]
+            distance = distance.repeat_interleave(group, dim=0).to(dtype)
+            x = x + alibi_slopes.to(dtype)[:, None, None] * distance
+        sees = kv_len - num_rows + 1 + torch.arange(num_rows)
+        x = x.masked_fill(torch.arange(kv_len) >= sees[:, None], -torch.inf)
+        if sinks is not None:
+            column = sinks.to(dtype)[:, None, None].expand(-1, num_rows, 1)
+            x = torch.cat([x, column], dim=-1)
+        probability = torch.softmax(x, dim=-1)[..., :kv_len]
+        output[tokens] = (probability @ value).transpose(0, 1)
+    return output

@@ -54,22 +54,33 @@ def answer_in_full(
     return [request.tokens for request in requests]
 
 
+def add_forced(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> list[Request]:
+    """Hand in the prompts under the server's policy, with these answers forced."""
+    return [
+        engine.add(prompt, forced=answer, logprobs=1)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
 def replay(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> list[Request]:
     """Serve the prompts under the server's policy, with these answers forced."""
-    requests = [
-        engine.add(prompt, forced=answer, logprobs=1)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    requests = add_forced(engine, prompts, answers)
     engine.run()
     return requests
 
 
-def agreement(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> float:
-    """Mean over articles of the share of positions whose first choice is the answer's.
+def agreements(
+    requests: Sequence[Request], answers: Sequence[Sequence[int]]
+) -> list[float]:
+    """Per article, the share of positions whose first choice is the answer's.
 
     The first token is left out: it comes from full attention under any policy.
     """
@@ -79,4 +90,10 @@ def agreement(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> 
         chosen = [max(entry, key=entry.__getitem__) for entry in request.logprobs]
         same = [a == b for a, b in zip(chosen[1:], answer[1:], strict=True)]
         shares.append(sum(same) / len(same))
+    return shares
+
+
+def agreement(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> float:
+    """Mean of :func:`agreements` over the articles."""
+    shares = agreements(requests, answers)
     return sum(shares) / len(shares)

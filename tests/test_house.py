@@ -390,16 +390,3 @@ def test_a_signal_to_the_demo_ends_the_server(tmp_path, number):
     finally:
         demo.kill()
         demo.wait()
-
-
-# The benchmark
-
-
-def test_pool_holds_the_full_sequences_and_the_null_block():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import bench_admission
-    finally:
-        sys.path.pop(0)
-    args = bench_admission.build_parser().parse_args([])
-    assert bench_admission.count_pool_blocks(args) == 4 * 40 + 1

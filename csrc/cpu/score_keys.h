@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "checks.h"
+#include "isa.h"
 #include "paged_cache.h"
-#include "score_isa.h"
 #include "task_pool.h"
 
 namespace keyformer {
@@ -32,6 +32,8 @@ struct ScoreKeysArgs {
   const int64_t* query_positions;  // [num_tokens] logical
   const float* tau;                // [num_tokens], <= 0: not scored
   const int64_t* noise_keys;       // [num_reqs], 0: no noise
+  const float* alibi_slopes;       // [num_query_heads], nullptr: no bias
+  const float* sinks;              // [num_query_heads], nullptr: none
   int64_t layer_index;
   int64_t first_query_head;
   float scale;
@@ -120,6 +122,7 @@ struct WorkerScratch {
   Scratch<float> query;
   Scratch<float> tau;
   Scratch<int32_t> visible;
+  Scratch<int32_t> query_positions;
   Scratch<int32_t> positions;
   Scratch<RowKey> row_keys;
 };
@@ -133,6 +136,7 @@ class Worker {
     scratch_.query.reserve(plan.max_vectors * args.cache.head_size);
     scratch_.tau.reserve(kMaxTileRows);
     scratch_.visible.reserve(kMaxTileRows);
+    scratch_.query_positions.reserve(kMaxTileRows);
     scratch_.positions.reserve(plan.max_keys);
     scratch_.row_keys.reserve(plan.max_vectors);
   }
@@ -173,6 +177,7 @@ class Worker {
       scratch_.tau.data()[r] = args_.tau[tokens[r]];
       scratch_.visible.data()[r] =
           static_cast<int32_t>(visible_keys(args_, item.request, tokens[r]));
+      scratch_.query_positions.data()[r] = static_cast<int32_t>(args_.query_positions[tokens[r]]);
       for (int64_t h = 0; h < group; ++h) {
         const int64_t query_head = kv_head * group + h;
         const int64_t offset =
@@ -187,7 +192,8 @@ class Worker {
     }
     const int32_t* block_table =
         args_.requests.block_table + item.request * args_.requests.block_table_stride;
-    if (noise_key != 0) {
+    const bool needs_positions = noise_key != 0 || args_.alibi_slopes != nullptr;
+    if (needs_positions) {
       const int64_t keys = scratch_.visible.data()[num_rows - 1];
       for (int64_t j = 0; j < keys; j += kKeyChunk) {
         const int32_t* source =
@@ -211,7 +217,10 @@ class Worker {
     tile.visible = scratch_.visible.data();
     tile.tau = scratch_.tau.data();
     tile.row_keys = noise_key != 0 ? scratch_.row_keys.data() : nullptr;
-    tile.positions = noise_key != 0 ? scratch_.positions.data() : nullptr;
+    if (args_.alibi_slopes != nullptr) tile.alibi_slopes = args_.alibi_slopes + kv_head * group;
+    if (args_.sinks != nullptr) tile.sinks = args_.sinks + kv_head * group;
+    tile.query_positions = scratch_.query_positions.data();
+    tile.positions = needs_positions ? scratch_.positions.data() : nullptr;
     tile.weights = scratch_.weights.data();
     tile.row_stride = item.row_stride;
     tile.panel = scratch_.panel.data();

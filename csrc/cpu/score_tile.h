@@ -6,8 +6,8 @@
 
 #include <cmath>
 
+#include "isa.h"
 #include "noise_vec.h"
-#include "score_isa.h"
 #include "vec.h"
 
 namespace keyformer::KEYFORMER_ISA {
@@ -151,6 +151,8 @@ void compute_logits(const ScoreTile& tile) {
   }
 }
 
+inline float larger(float a, float b) { return a > b ? a : b; }
+
 inline float row_max(const float* row, int64_t num_keys) {
   VecF largest = load<VecF>(row);
   for (int64_t j = kLanes; j < num_keys; j += kLanes) {
@@ -174,34 +176,45 @@ inline void for_each_with_noise(int64_t num_keys, RowKey key, const int32_t* pos
   }
 }
 
-// Turns the logits of one (row, head) into unnormalised weights and returns their sum. Logits
-// beyond the visible keys are -inf, which makes their weight exactly 0. `num_keys` is whole
-// vectors; `positions` is nullptr for a row without noise.
-float weigh_row(float* row, int64_t num_keys, float tau, RowKey key, const int32_t* positions) {
+// Adds the ALiBi bias of one (row, head): the slope times the distance from query to key.
+inline void add_alibi(float* row, int64_t num_keys, float slope, int32_t query_position,
+                      const int32_t* positions) {
+  for (int64_t j = 0; j < num_keys; j += kLanes) {
+    const VecI distance = load<VecI>(positions + j) - query_position;
+    store(row + j, load<VecF>(row + j) + slope * __builtin_convertvector(distance, VecF));
+  }
+}
+
+// Turns the logits of one (row, head) into unnormalised weights and returns their sum, the sink's
+// weight included. Logits beyond the visible keys are -inf, which makes their weight exactly 0.
+// `num_keys` is whole vectors; `key` is nullptr for a row without noise, and `sink` is -inf for a
+// row without a sink.
+float weigh_row(float* row, int64_t num_keys, float tau, const RowKey* key,
+                const int32_t* positions, float sink) {
   VecF sum = {};
-  if (tau == 1.0f && positions != nullptr) {
+  if (tau == 1.0f && key != nullptr) {
     // exp(x + g) = exp(x) / E: one logarithm instead of two.
-    const float largest = row_max(row, num_keys);
-    for_each_with_noise<false>(num_keys, key, positions, [&](int64_t j, VecF exponential) {
+    const float largest = larger(row_max(row, num_keys), sink);
+    for_each_with_noise<false>(num_keys, *key, positions, [&](int64_t j, VecF exponential) {
       const VecF weight = exp_nonpositive(load<VecF>(row + j) - largest) / exponential;
       store(row + j, weight);
       sum += weight;
     });
-    return sum_lanes(sum);
+    return sum_lanes(sum) + exp_nonpositive(splat(sink - largest))[0];
   }
-  if (positions != nullptr) {
-    for_each_with_noise<true>(num_keys, key, positions, [&](int64_t j, VecF gumbel) {
+  if (key != nullptr) {
+    for_each_with_noise<true>(num_keys, *key, positions, [&](int64_t j, VecF gumbel) {
       store(row + j, load<VecF>(row + j) + gumbel);
     });
   }
-  const float largest = row_max(row, num_keys);
+  const float largest = larger(row_max(row, num_keys), sink);
   const float inverse_tau = 1.0f / tau;
   for (int64_t j = 0; j < num_keys; j += kLanes) {
     const VecF weight = exp_nonpositive((load<VecF>(row + j) - largest) * inverse_tau);
     store(row + j, weight);
     sum += weight;
   }
-  return sum_lanes(sum);
+  return sum_lanes(sum) + exp_nonpositive(splat((sink - largest) * inverse_tau))[0];
 }
 
 void compute_tile(const ScoreTile& tile) {
@@ -214,9 +227,13 @@ void compute_tile(const ScoreTile& tile) {
     for (int64_t h = 0; h < tile.num_heads; ++h) {
       float* row = weights + h * tile.row_stride;
       for (int64_t j = visible; j < padded; ++j) row[j] = -INFINITY;
-      const RowKey key =
-          tile.row_keys != nullptr ? tile.row_keys[r * tile.num_heads + h] : RowKey{};
-      const float sum = weigh_row(row, padded, tile.tau[r], key, tile.positions);
+      if (tile.alibi_slopes != nullptr) {
+        add_alibi(row, padded, tile.alibi_slopes[h], tile.query_positions[r], tile.positions);
+      }
+      const RowKey* key =
+          tile.row_keys != nullptr ? tile.row_keys + r * tile.num_heads + h : nullptr;
+      const float sink = tile.sinks != nullptr ? tile.sinks[h] : -INFINITY;
+      const float sum = weigh_row(row, padded, tile.tau[r], key, tile.positions, sink);
       const float inverse_sum = 1.0f / sum;
       for (int64_t j = 0; j < padded; j += kLanes) {
         VecF share = load<VecF>(row + j) * inverse_sum;
@@ -258,14 +275,5 @@ void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gum
 }
 
 }  // namespace
-
-#define KEYFORMER_STRINGIZE_(x) #x
-#define KEYFORMER_STRINGIZE(x) KEYFORMER_STRINGIZE_(x)
-
-const IsaKernels& kernels() {
-  static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA), widen, compute_tile,
-                                          add_tile, fill_noise};
-  return kKernels;
-}
 
 }  // namespace keyformer::KEYFORMER_ISA

@@ -50,30 +50,64 @@ struct Run {
 
 struct WorkerScratch {
   std::vector<Candidate> candidates;
-  std::vector<uint64_t> ranks;
   std::vector<Run> runs;
+  std::vector<uint64_t> ranks;
+  std::vector<uint64_t> undecided;
 };
 
-// Ascending order of this number: score descending, NaN last, then position ascending.
-inline uint64_t rank_of(const Candidate& candidate) {
-  uint32_t ordered = 0;  // NaN
-  if (candidate.score == candidate.score) {
-    const float score = candidate.score + 0.0f;  // -0 equals +0
-    std::memcpy(&ordered, &score, sizeof(ordered));
-    ordered = ordered & 0x80000000u ? ~ordered : ordered | 0x80000000u;
-  }
-  return (static_cast<uint64_t>(~ordered) << 32) | static_cast<uint32_t>(candidate.position);
+// Ascending order of this number: score descending, NaN last, then position ascending. Without a
+// branch, so that the loop over a block is a handful of vector instructions.
+inline uint64_t rank_of(float score, int32_t position) {
+  const float value = score + 0.0f;  // -0 equals +0
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t sign = bits >> 31;
+  const uint32_t ordered = bits ^ ((0u - sign) | 0x80000000u);
+  const uint32_t descending = score == score ? ~ordered : ~0u;
+  return (static_cast<uint64_t>(descending) << 32) | static_cast<uint32_t>(position);
 }
 
-inline void keep_best_tokens(WorkerScratch& scratch, int64_t count, uint8_t* keep) {
-  scratch.ranks.clear();
-  for (const Candidate& candidate : scratch.candidates) scratch.ranks.push_back(rank_of(candidate));
-  std::nth_element(scratch.ranks.begin(), scratch.ranks.begin() + (count - 1), scratch.ranks.end());
-  const uint64_t last = scratch.ranks[count - 1];
-  int64_t num_equal = std::count(scratch.ranks.begin(), scratch.ranks.begin() + count, last);
-  for (const Candidate& candidate : scratch.candidates) {
-    const uint64_t rank = rank_of(candidate);
-    if (rank < last || (rank == last && num_equal-- > 0)) keep[candidate.slot] = 1;
+constexpr uint64_t kPinnedRank = 0;  // before every candidate: +inf alone ranks at 0x007FFFFF
+
+// The rank of the `count`-th smallest of `ranks`, digit by digit from the top. Each pass looks only
+// at the ranks whose digits so far are those of the answer, so the work falls off quickly; unlike
+// in a quickselect, no branch depends on the comparison of two scores.
+inline uint64_t nth_rank(const std::vector<uint64_t>& ranks, int64_t count,
+                         std::vector<uint64_t>& undecided) {
+  undecided.resize(ranks.size());
+  const uint64_t* source = ranks.data();
+  int64_t num_left = static_cast<int64_t>(ranks.size());
+  for (int shift = 56; shift >= 0 && num_left > 1; shift -= 8) {
+    int32_t histogram[256] = {};
+    for (int64_t i = 0; i < num_left; ++i) ++histogram[(source[i] >> shift) & 0xFF];
+    uint64_t digit = 0;
+    while (count > histogram[digit]) count -= histogram[digit++];
+    if (histogram[digit] == num_left) continue;
+    int64_t num_kept = 0;
+    for (int64_t i = 0; i < num_left; ++i) {
+      // Never ahead of the read: compaction in place is safe.
+      undecided[num_kept] = source[i];
+      num_kept += ((source[i] >> shift) & 0xFF) == digit;
+    }
+    source = undecided.data();
+    num_left = num_kept;
+  }
+  return source[0];
+}
+
+// Flags the `count` best slots. Equal ranks (a position held twice) are taken from the front.
+inline void keep_best_slots(WorkerScratch& scratch, int64_t count, uint8_t* keep) {
+  const uint64_t last = nth_rank(scratch.ranks, count, scratch.undecided);
+  const int64_t num_slots = static_cast<int64_t>(scratch.ranks.size());
+  int64_t num_kept = 0;
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    keep[slot] = scratch.ranks[slot] <= last;
+    num_kept += keep[slot];
+  }
+  for (int64_t slot = num_slots - 1; num_kept > count; --slot) {
+    if (scratch.ranks[slot] != last) continue;
+    keep[slot] = 0;
+    --num_kept;
   }
 }
 
@@ -106,10 +140,96 @@ inline void keep_best_runs(WorkerScratch& scratch, int64_t count, int32_t run_si
   }
 }
 
+// What a candidate is ranked by: its score, or a draw that never changes.
+inline float value_of(const SelectKeepArgs& args, int64_t layer, int64_t request, int64_t kv_head,
+                      float score, int32_t position) {
+  if (!args.random[request]) return score;
+  return draw_uniform(make_row_key(args.noise_keys[request], args.first_layer + layer,
+                                   args.first_kv_head + kv_head, position),
+                      position);
+}
+
+// Side data lies in the tails of pages far apart, so a sweep over a request waits for memory unless
+// it asks for the blocks to come.
+constexpr int64_t kBlocksAhead = 8;
+
+inline void prefetch_side_data(const SelectKeepArgs& args, int64_t layer, int64_t block,
+                               int64_t kv_head) {
+  constexpr int64_t kLineValues = 16;
+  const float* score = args.score.at(layer, block, kv_head);
+  const int32_t* position = args.position.at(layer, block, kv_head);
+  for (int64_t i = 0; i < args.block_size; i += kLineValues) {
+    __builtin_prefetch(score + i);
+    __builtin_prefetch(position + i);
+  }
+}
+
+// Ranks of all slots, pinned ones in front; returns how many are pinned.
+inline int64_t rank_slots(const SelectKeepArgs& args, int64_t layer, int64_t request,
+                          int64_t kv_head, std::vector<uint64_t>& ranks) {
+  const int64_t kv_len = args.requests.kv_lens[request];
+  const int32_t* block_table =
+      args.requests.block_table + request * args.requests.block_table_stride;
+  const int32_t num_sinks = args.num_sinks[request];
+  const int32_t recent_start = args.recent_start[request];
+  const bool random = args.random[request];
+  ranks.resize(kv_len);
+  const int64_t num_blocks = (kv_len + args.block_size - 1) / args.block_size;
+  for (int64_t i = 0; i < std::min(kBlocksAhead, num_blocks); ++i) {
+    prefetch_side_data(args, layer, block_table[i], kv_head);
+  }
+  int64_t num_pinned = 0;
+  for (int64_t index = 0; index < num_blocks; ++index) {
+    if (index + kBlocksAhead < num_blocks) {
+      prefetch_side_data(args, layer, block_table[index + kBlocksAhead], kv_head);
+    }
+    const int64_t block = block_table[index];
+    const int64_t start = index * args.block_size;
+    const float* score = args.score.at(layer, block, kv_head);
+    const int32_t* position = args.position.at(layer, block, kv_head);
+    const int64_t tokens = std::min(args.block_size, kv_len - start);
+    uint64_t* rank = ranks.data() + start;
+    for (int64_t i = 0; i < tokens; ++i) {
+      const bool pinned = (position[i] < num_sinks) | (position[i] >= recent_start);
+      const float value =
+          random ? value_of(args, layer, request, kv_head, score[i], position[i]) : score[i];
+      rank[i] = pinned ? kPinnedRank : rank_of(value, position[i]);
+      num_pinned += pinned;
+    }
+  }
+  return num_pinned;
+}
+
+// Flags the pinned slots, collects the others as candidates; returns how many are pinned.
+inline int64_t collect_candidates(const SelectKeepArgs& args, int64_t layer, int64_t request,
+                                  int64_t kv_head, std::vector<Candidate>& candidates,
+                                  uint8_t* keep) {
+  const int64_t kv_len = args.requests.kv_lens[request];
+  const int32_t* block_table =
+      args.requests.block_table + request * args.requests.block_table_stride;
+  candidates.clear();
+  int64_t num_pinned = 0;
+  for (int64_t slot = 0; slot < kv_len; ++slot) {
+    const int64_t block = block_table[slot / args.block_size];
+    const int64_t offset = slot % args.block_size;
+    const int32_t position = args.position.at(layer, block, kv_head)[offset];
+    if (position < args.num_sinks[request] || position >= args.recent_start[request]) {
+      keep[slot] = 1;
+      ++num_pinned;
+      continue;
+    }
+    const float score = args.score.at(layer, block, kv_head)[offset];
+    candidates.push_back(
+        {position, value_of(args, layer, request, kv_head, score, position), slot});
+  }
+  return num_pinned;
+}
+
 // Returns false when sinks and recent tokens alone exceed what may stay.
 inline bool select_one(const SelectKeepArgs& args, int64_t layer, int64_t request, int64_t kv_head,
                        WorkerScratch& scratch) {
   const int64_t kv_len = args.requests.kv_lens[request];
+  const int64_t count = kv_len - args.num_evict[request];
   uint8_t* keep =
       args.keep +
       ((layer * args.requests.num_reqs + request) * args.num_kv_heads + kv_head) * args.max_kv_len;
@@ -117,37 +237,16 @@ inline bool select_one(const SelectKeepArgs& args, int64_t layer, int64_t reques
     std::fill_n(keep, kv_len, uint8_t{1});
     return true;
   }
-  const int32_t* block_table =
-      args.requests.block_table + request * args.requests.block_table_stride;
-  scratch.candidates.clear();
-  int64_t count = kv_len - args.num_evict[request];
-  for (int64_t start = 0; start < kv_len; start += args.block_size) {
-    const int64_t block = block_table[start / args.block_size];
-    const float* score = args.score.at(layer, block, kv_head);
-    const int32_t* position = args.position.at(layer, block, kv_head);
-    const int64_t tokens = std::min(args.block_size, kv_len - start);
-    for (int64_t i = 0; i < tokens; ++i) {
-      if (position[i] < args.num_sinks[request] || position[i] >= args.recent_start[request]) {
-        keep[start + i] = 1;
-        --count;
-        continue;
-      }
-      const float value =
-          args.random[request]
-              ? draw_uniform(make_row_key(args.noise_keys[request], args.first_layer + layer,
-                                          args.first_kv_head + kv_head, position[i]),
-                             position[i])
-              : score[i];
-      scratch.candidates.push_back({position[i], value, start + i});
-    }
-  }
-  if (count < 0) return false;
-  if (count == 0) return true;
   if (args.run_size[request] == 1) {
-    keep_best_tokens(scratch, count, keep);
-  } else {
-    keep_best_runs(scratch, count, args.run_size[request], keep);
+    const int64_t num_pinned = rank_slots(args, layer, request, kv_head, scratch.ranks);
+    if (num_pinned > count) return false;
+    if (count > 0) keep_best_slots(scratch, count, keep);
+    return true;
   }
+  const int64_t num_pinned =
+      collect_candidates(args, layer, request, kv_head, scratch.candidates, keep);
+  if (num_pinned > count) return false;
+  keep_best_runs(scratch, count - num_pinned, args.run_size[request], keep);
   return true;
 }
 

@@ -7,14 +7,16 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "compact_kv.h"
+#include "isa.h"
+#include "paged_attention_scored.h"
 #include "reset_slots.h"
-#include "score_isa.h"
 #include "score_keys.h"
 #include "select_keep.h"
 
@@ -89,6 +91,13 @@ const T* vector_data(const char* name, const Tensor& tensor, ScalarType type, in
   return static_cast<const T*>(tensor.data_ptr());
 }
 
+// nullptr where the model has none.
+const float* per_query_head(const char* name, const std::optional<Tensor>& tensor,
+                            int64_t num_query_heads) {
+  if (!tensor.has_value()) return nullptr;
+  return vector_data<float>(name, *tensor, ScalarType::Float, num_query_heads);
+}
+
 // `offset` is 1 where the tensor has a leading layer dimension.
 template <typename T>
 keyformer::SideView<T> side_view(const char* name, const Tensor& tensor, ScalarType type,
@@ -155,11 +164,12 @@ keyformer::ElementType element_type(const Tensor& tensor, int64_t layout) {
   return keyformer::ElementType::kFloat16;
 }
 
-void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score,
-                const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
-                const Tensor& query_start_loc, const Tensor& query_positions, const Tensor& tau,
-                const Tensor& noise_keys, int64_t layer_index, int64_t first_query_head,
-                double scale, double soft_cap, int64_t layout) {
+keyformer::ScoreKeysArgs score_keys_args(
+    const Tensor& query, const Tensor& kv_cache, const Tensor& score, const Tensor& position,
+    const Tensor& block_table, const Tensor& kv_lens, const Tensor& query_start_loc,
+    const Tensor& query_positions, const Tensor& tau, const Tensor& noise_keys,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+    int64_t layer_index, int64_t first_query_head, double scale, double soft_cap, int64_t layout) {
   keyformer::ScoreKeysArgs args{};
   args.cache = paged_cache(kv_cache, 0, layout);
   args.element_type = element_type(kv_cache, layout);
@@ -184,11 +194,45 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
       vector_data<int64_t>("query_positions", query_positions, ScalarType::Long, args.num_tokens);
   args.tau = vector_data<float>("tau", tau, ScalarType::Float, args.num_tokens);
   args.noise_keys = vector_data<int64_t>("noise_keys", noise_keys, ScalarType::Long, num_reqs);
+  args.alibi_slopes = per_query_head("alibi_slopes", alibi_slopes, args.num_query_heads);
+  args.sinks = per_query_head("sinks", sinks, args.num_query_heads);
   args.layer_index = layer_index;
   args.first_query_head = first_query_head;
   args.scale = static_cast<float>(scale);
   args.soft_cap = static_cast<float>(soft_cap);
+  return args;
+}
+
+void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score,
+                const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
+                const Tensor& query_start_loc, const Tensor& query_positions, const Tensor& tau,
+                const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
+                const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head,
+                double scale, double soft_cap, int64_t layout) {
+  const auto args = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
+                                    query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
+                                    sinks, layer_index, first_query_head, scale, soft_cap, layout);
   keyformer::score_keys(args, active_kernels(), torch_pool());
+}
+
+void paged_attention_scored(const Tensor& output, const Tensor& query, const Tensor& kv_cache,
+                            const Tensor& score, const Tensor& position, const Tensor& block_table,
+                            const Tensor& kv_lens, const Tensor& query_start_loc,
+                            const Tensor& query_positions, const Tensor& tau,
+                            const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
+                            const std::optional<Tensor>& sinks, int64_t layer_index,
+                            int64_t first_query_head, double scale, double soft_cap,
+                            int64_t layout) {
+  keyformer::PagedAttentionScoredArgs args{};
+  args.inputs = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
+                                query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
+                                sinks, layer_index, first_query_head, scale, soft_cap, layout);
+  check_tensor("output", output, query.scalar_type(), 3);
+  for (int64_t dim = 0; dim < 3; ++dim) check_size("output", output, dim, query.size(dim));
+  args.output = static_cast<char*>(output.data_ptr());
+  args.output_token_stride = output.stride(0);
+  args.output_head_stride = output.stride(1);
+  keyformer::paged_attention_scored(args, active_kernels(), torch_pool());
 }
 
 void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot_mapping,
@@ -302,8 +346,13 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
   m.def(
       "score_keys(Tensor query, Tensor kv_cache, Tensor(a!) score, Tensor position, "
       "Tensor block_table, Tensor kv_lens, Tensor query_start_loc, Tensor query_positions, "
-      "Tensor tau, Tensor noise_keys, int layer_index, int first_query_head, float scale, "
-      "float soft_cap, int layout) -> ()");
+      "Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? sinks, int layer_index, "
+      "int first_query_head, float scale, float soft_cap, int layout) -> ()");
+  m.def(
+      "paged_attention_scored(Tensor(a!) output, Tensor query, Tensor kv_cache, Tensor(b!) score, "
+      "Tensor position, Tensor block_table, Tensor kv_lens, Tensor query_start_loc, "
+      "Tensor query_positions, Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? sinks, "
+      "int layer_index, int first_query_head, float scale, float soft_cap, int layout) -> ()");
   m.def(
       "reset_slots(Tensor(a!) score, Tensor(b!) position, Tensor slot_mapping, "
       "Tensor positions) -> ()");
@@ -324,6 +373,7 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(keyformer, CPU, m) {
   m.impl("score_keys", TORCH_BOX(&score_keys));
+  m.impl("paged_attention_scored", TORCH_BOX(&paged_attention_scored));
   m.impl("reset_slots", TORCH_BOX(&reset_slots));
   m.impl("select_keep", TORCH_BOX(&select_keep));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));

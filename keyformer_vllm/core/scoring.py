@@ -5,9 +5,11 @@ One query row i of one query head gives each visible key j
 
     p_ij = softmax_j((x_ij + g_ij) / tau_i),   x_ij = scale * q_i . k_j  (soft-capped)
 
-with Gumbel noise g and a temperature tau that rises while the answer is generated. A
-KV head's row is the sum over its query heads, added one by one in ascending order; its
-score is the sum over the rows, added one by one in ascending query position.
+with Gumbel noise g and a temperature tau that rises while the answer is generated.
+Where the model has them, an ALiBi bias is part of x, and an attention sink is one more
+term of the normaliser, exp(s / tau), that belongs to no key. A KV head's row is the sum
+over its query heads, added one by one in ascending order; its score is the sum over the
+rows, added one by one in ascending query position.
 """
 
 import torch
@@ -74,9 +76,16 @@ def is_scored(
 
 
 def attention_logits(
-    query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    query_position: torch.Tensor | None = None,
+    key_position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute scaled, soft-capped logits.
+    """Compute logits: scaled, soft-capped, then biased.
 
     Args:
         query: float [num_query_heads, num_rows, head_size], after RoPE.
@@ -84,6 +93,10 @@ def attention_logits(
             [h * num_queries_per_kv, (h + 1) * num_queries_per_kv) read KV head h.
         scale: factor of the dot product.
         soft_cap: > 0 bounds logits to cap * tanh(x / cap); 0 does not.
+        alibi_slopes: float32 [num_query_heads]; adds slope * (key position - query
+            position), after the soft cap. None: no bias, and no positions needed.
+        query_position: int [num_rows], logical.
+        key_position: int [num_kv_heads, num_keys], logical.
 
     Returns:
         [num_query_heads, num_rows, num_keys], dtype of the inputs.
@@ -95,6 +108,12 @@ def attention_logits(
     logits = product.unflatten(1, (-1, num_rows)).flatten(0, 1) * scale
     if soft_cap > 0:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if alibi_slopes is not None:
+        assert query_position is not None and key_position is not None
+        distance = key_position[:, None, :] - query_position[:, None]
+        distance = distance.repeat_interleave(query.shape[0] // num_kv_heads, dim=0)
+        slopes = alibi_slopes.to(logits.dtype)[:, None, None]
+        logits = logits + slopes * distance.to(logits.dtype)
     return logits
 
 
@@ -103,6 +122,7 @@ def noisy_softmax(
     gumbel: torch.Tensor | None,
     tau: torch.Tensor,
     visible: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn logits into the row probabilities that a score sums.
 
@@ -111,10 +131,12 @@ def noisy_softmax(
         gumbel: noise of the same shape, any float dtype; None: no noise.
         tau: float [num_rows]; a row with tau <= 0 is not scored and gives zeros.
         visible: bool, broadcasts against `logits`: keys a row may see; None: all.
+        sinks: float [...], one logit per row's head that takes part in the softmax
+            without noise, as a key that has no column; None: none.
 
     Returns:
-        [..., num_rows, num_keys], dtype of `logits`; a row sums to 1, or to 0 if it
-        is not scored or sees no key.
+        [..., num_rows, num_keys], dtype of `logits`; a row sums to 1 (less, with a
+        sink), or to 0 if it is not scored or sees no key.
     """
     noisy = logits if gumbel is None else logits + gumbel.to(logits.dtype)
     scored = (tau > 0)[:, None]
@@ -124,7 +146,13 @@ def noisy_softmax(
         noisy = noisy.masked_fill(~visible, -torch.inf)
         # A row that sees nothing would be 0 / 0.
         scored = scored & visible.any(-1, keepdim=True)
-    return torch.softmax(noisy, dim=-1).masked_fill(~scored, 0.0)
+    if sinks is not None:
+        column = (sinks.to(logits.dtype)[..., None, None] / divisor).expand(
+            *noisy.shape[:-1], 1
+        )
+        noisy = torch.cat([noisy, column], dim=-1)
+    probability = torch.softmax(noisy, dim=-1)[..., : logits.shape[-1]]
+    return probability.masked_fill(~scored, 0.0)
 
 
 def sum_query_heads(probability: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -156,6 +184,8 @@ def score_rows(
     first_query_head: int,
     scale: float,
     soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute what each query row adds to the score of each key.
 
@@ -171,12 +201,22 @@ def score_rows(
         layer_index: index of the layer in the whole model.
         first_query_head: index of query[0] in the whole model.
         scale, soft_cap: see `attention_logits`.
+        alibi_slopes, sinks: float32 [num_query_heads], see `attention_logits` and
+            `noisy_softmax`; None: the model has none.
 
     Returns:
         [num_kv_heads, num_rows, num_keys], dtype of `query`; mutates nothing.
     """
     num_query_heads, num_kv_heads = query.shape[0], key.shape[0]
-    logits = attention_logits(query, key, scale, soft_cap)
+    logits = attention_logits(
+        query,
+        key,
+        scale,
+        soft_cap,
+        alibi_slopes=alibi_slopes,
+        query_position=query_position,
+        key_position=key_position,
+    )
     gumbel = None
     if noise_key != noise.NO_NOISE:
         query_head = first_query_head + torch.arange(num_query_heads)
@@ -190,5 +230,5 @@ def score_rows(
             num_query_heads // num_kv_heads, dim=0
         )
         gumbel = noise.gumbel(rows, per_query_head[:, None, :])
-    probability = noisy_softmax(logits, gumbel, tau, visible)
+    probability = noisy_softmax(logits, gumbel, tau, visible, sinks)
     return sum_query_heads(probability, num_kv_heads)

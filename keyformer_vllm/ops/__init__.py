@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four operators over the paged cache, each with an explicit implementation.
+"""The operators over the paged cache, each with an explicit implementation.
 
 `impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension. Nothing chooses or
 falls back on its own. Block tables and lengths are physical: the blocks freed so far
@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "IMPLS",
     "compact_kv",
+    "paged_attention_scored",
     "require_impl",
     "reset_slots",
     "score_keys",
@@ -51,6 +52,8 @@ def score_keys(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     layer_index: int,
     first_query_head: int,
     scale: float,
@@ -61,9 +64,9 @@ def score_keys(
     """Add the Keyformer score of each query row to the keys it sees.
 
     A row adds softmax_j((x_j + g_j) / tau), summed over the query heads of a KV head,
-    with x the scaled (and soft-capped) logit and g Gumbel noise; row r of a request
-    with q rows sees slots [0, kv_len - q + r + 1). Rows are added one after the other
-    in fp32, so the sum does not depend on chunking or batching. Paper: arXiv
+    with x the scaled, soft-capped, ALiBi-biased logit and g Gumbel noise; row r of a
+    request with q rows sees slots [0, kv_len - q + r + 1). Rows are added one after the
+    other in fp32, so the sum does not depend on chunking or batching. Paper: arXiv
     2403.09054, section 3.
 
     Args:
@@ -80,6 +83,11 @@ def score_keys(
         query_positions: [num_tokens] int64 logical positions.
         tau: [num_tokens] float32 temperature; rows with tau <= 0 are not scored.
         noise_keys: [num_reqs] int64, 0 for a request without noise.
+        alibi_slopes: [num_query_heads] float32; adds slope * (stored position of the
+            key - position of the query) to the logit, after the soft cap. None: no
+            bias.
+        sinks: [num_query_heads] float32; a logit per query head that adds
+            exp(sink / tau), without noise, to the normaliser of its rows. None: none.
         layer_index: index of the layer in the model, for the noise.
         first_query_head: index of query head 0 in the model, for the noise.
         scale: factor of q . k.
@@ -101,6 +109,74 @@ def score_keys(
         query_positions,
         tau,
         noise_keys,
+        alibi_slopes,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
+def paged_attention_scored(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+    impl: str,
+) -> None:
+    """Attend and add the Keyformer scores, reading K and V once.
+
+    The output is plain softmax attention, without noise or temperature, over the slots
+    that a row sees. The logit is scale * q . k, then the soft cap, then the ALiBi bias
+    slope * (stored position of the key - position of the query); an attention sink
+    takes part in the softmax as a key without a value. All three as in vLLM's CPU
+    kernel (csrc/cpu/cpu_attn_impl.hpp of vLLM 0.32), which however derives the bias
+    from the cache slot and so needs a cache that nothing was evicted from. Scores are
+    those of `score_keys`, to the bit for the same implementation. Made for decode
+    steps: a request's rows are handled one after the other.
+
+    Args:
+        output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
+            strided. Mutated: rows of requests, whether scored or not.
+        score: [num_blocks, num_kv_heads, block_size] float32. Mutated: rows with
+            tau <= 0 attend without adding to it.
+
+        The others: see `score_keys`.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    _implementation(impl).paged_attention_scored(
+        output,
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        alibi_slopes,
+        sinks,
         layer_index,
         first_query_head,
         scale,

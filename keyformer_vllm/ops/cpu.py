@@ -24,6 +24,11 @@ def score_keys(*args: Any) -> None:
     torch.ops.keyformer.score_keys.default(*rest, _layout_number(layout))
 
 
+def paged_attention_scored(*args: Any) -> None:
+    *rest, layout = args
+    torch.ops.keyformer.paged_attention_scored.default(*rest, _layout_number(layout))
+
+
 def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 
@@ -106,6 +111,6 @@ def _fake_select_keep(
     return score.new_empty(size, dtype=torch.bool)
 
 
-for _name in ("score_keys", "reset_slots", "compact_kv"):
+for _name in ("score_keys", "paged_attention_scored", "reset_slots", "compact_kv"):
     torch.library.register_fake(f"keyformer::{_name}", _returns_nothing)
 torch.library.register_fake("keyformer::select_keep", _fake_select_keep)

@@ -18,6 +18,8 @@ def score_keys(
     query_positions: torch.Tensor,
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     layer_index: int,
     first_query_head: int,
     scale: float,
@@ -49,12 +51,91 @@ def score_keys(
             first_query_head=first_query_head,
             scale=scale,
             soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
         # Row by row, as the kernels add: chunking a prompt changes no bit of a sum.
         total = score[index].T
         for row in shares.unbind(1):
             total = total + row
         score[index] = total.T
+
+
+def paged_attention_scored(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+) -> None:
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    keys = layouts.key_view(kv_cache, layout)
+    values = layouts.value_view(kv_cache, layout)
+    starts = query_start_loc.tolist()
+    for request, kv_len in enumerate(kv_lens.tolist()):
+        begin, end = starts[request], starts[request + 1]
+        if begin == end:
+            continue
+        slots = request_slots(block_table[request], kv_len, block_size)
+        index = slots // block_size, slice(None), slots % block_size
+        key, value = (
+            torch.stack(
+                [layouts.read_tokens(view, slots, head) for head in range(num_kv_heads)]
+            ).float()
+            for view in (keys, values)
+        )
+        logits = scoring.attention_logits(
+            query[begin:end].float().transpose(0, 1),
+            key,
+            scale,
+            soft_cap,
+            alibi_slopes=alibi_slopes,
+            query_position=query_positions[begin:end],
+            key_position=position[index].T,
+        )
+        visible = kv_len - (end - begin) + torch.arange(1, end - begin + 1)
+        probability = scoring.noisy_softmax(
+            logits,
+            None,
+            torch.ones(end - begin),
+            torch.arange(kv_len) < visible[:, None],
+            sinks,
+        )
+        per_query_head = value.repeat_interleave(len(logits) // num_kv_heads, dim=0)
+        attended = probability @ per_query_head
+        output[begin:end] = attended.transpose(0, 1).to(output.dtype)
+    score_keys(
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        alibi_slopes,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
 
 
 def reset_slots(

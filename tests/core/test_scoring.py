@@ -212,6 +212,71 @@ def test_logits_share_kv_heads_and_soft_cap():
     assert torch.allclose(capped, 2 * torch.tanh(logits / 2), atol=1e-5)
 
 
+def test_bias_is_added_after_the_soft_cap():
+    query, key = torch.randn(4, 2, 8), torch.randn(2, 3, 8)
+    slopes = torch.tensor([0.5, 0.25, 2.0, -1.0])
+    query_position = torch.tensor([20, 21])
+    key_position = torch.tensor([[0, 5, 20], [3, 4, 21]])
+    biased = scoring.attention_logits(
+        query,
+        key,
+        0.25,
+        2.0,
+        alibi_slopes=slopes,
+        query_position=query_position,
+        key_position=key_position,
+    )
+    capped = scoring.attention_logits(query, key, 0.25, 2.0)
+    for head in range(4):
+        distance = key_position[head // 2] - query_position[:, None]
+        expected = capped[head] + slopes[head] * distance
+        assert torch.allclose(biased[head], expected, atol=1e-5)
+
+
+def test_a_sink_is_one_more_key_without_a_column():
+    logits, gumbel = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    sinks, tau = torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.0, 2.0])
+    visible = torch.tensor([True, True, False, True, True])
+    p = scoring.noisy_softmax(logits, gumbel, tau, visible, sinks)
+    for head in range(2):
+        for row in (0, 2):
+            x = (logits + gumbel)[head, row, visible]
+            x = torch.cat([x, sinks[head : head + 1]]) / tau[row]
+            expected = torch.softmax(x, -1)[:-1]
+            assert torch.allclose(p[head, row, visible], expected)
+    assert (p[:, 1] == 0).all() and (p[:, :, 2] == 0).all()
+    blind = torch.zeros(5, dtype=torch.bool)
+    assert (scoring.noisy_softmax(logits, None, tau, blind, sinks) == 0).all()
+
+
+def test_score_rows_uses_slopes_and_sinks_of_each_query_head():
+    query, key = torch.randn(4, 3, 8), torch.randn(2, 6, 8)
+    key_position = torch.tensor([[0, 2, 5, 7, 8, 9], [1, 2, 3, 7, 8, 9]])
+    query_position, tau = torch.tensor([7, 8, 9]), torch.tensor([1.0, 1.5, 2.0])
+    slopes, sinks = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.0, 1, 2, 3])
+    scores = scoring.score_rows(
+        query,
+        key,
+        query_position,
+        key_position,
+        tau,
+        noise_key=noise.NO_NOISE,
+        layer_index=0,
+        first_query_head=0,
+        scale=0.3,
+        alibi_slopes=slopes,
+        sinks=sinks,
+    )
+    expected = torch.zeros(2, 3, 6)
+    for head in range(4):
+        x = 0.3 * query[head] @ key[head // 2].T
+        x = x + slopes[head] * (key_position[head // 2] - query_position[:, None])
+        weight = (x / tau[:, None]).exp()
+        total = weight.sum(-1) + (sinks[head] / tau).exp()
+        expected[head // 2] += weight / total[:, None]
+    assert torch.allclose(scores, expected, atol=1e-6)
+
+
 def test_score_rows_follows_stored_positions_and_masks():
     """Noise belongs to a key's position, wherever the key lies and whoever asks."""
     generator = torch.Generator().manual_seed(4)

@@ -6,7 +6,7 @@ import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.ops import layout as layouts
-from tests.helpers import BatchSpec, make_batch
+from tests.helpers import MATHS, BatchSpec, make_batch
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -57,6 +57,52 @@ def writer(engine, layout):
         engine.cpu_attn_reshape_and_cache(key, value, *split(kv_cache), slots, layout)
 
     return write
+
+
+def attend(
+    engine,
+    batch,
+    query,
+    output,
+    soft_cap=0.0,
+    optional=None,
+    block_table=None,
+    kv_lens=None,
+):
+    """The engine's own attention over the batch, or another table and lengths."""
+    spec = batch.spec
+    optional = optional or {}
+    kv_lens = batch.kv_lens if kv_lens is None else kv_lens
+    metadata = engine.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(kv_lens),
+        num_heads=spec.num_query_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        seq_lens=kv_lens,
+        dtype=spec.dtype,
+        query_start_loc=batch.query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=spec.layout,
+        enable_kv_split=False,
+    )
+    key_cache, value_cache = split(batch.kv_cache[0])
+    engine.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=kv_lens,
+        scale=spec.head_size**-0.5,
+        causal=True,
+        alibi_slopes=optional.get("alibi_slopes"),
+        sliding_window=-1,
+        block_table=batch.block_table if block_table is None else block_table,
+        softcap=soft_cap,
+        scheduler_metadata=metadata,
+        s_aux=optional.get("sinks"),
+    )
 
 
 @pytest.mark.parametrize(("dtype", "layout", "head_size", "block_size"), CASES)
@@ -138,36 +184,7 @@ def test_attention_after_compaction_sees_the_survivors(
     query = batch.query.contiguous()
     output = torch.empty_like(query)
     scale = head_size**-0.5
-    metadata = engine.cpu_attn_get_scheduler_metadata(
-        num_reqs=2,
-        num_heads=heads * group,
-        num_kv_heads=heads,
-        head_dim=head_size,
-        seq_lens=seq_lens,
-        dtype=dtype,
-        query_start_loc=batch.query_start_loc,
-        causal=True,
-        sliding_window_size=-1,
-        isa=layout,
-        enable_kv_split=False,
-    )
-    key_cache, value_cache = split(kv_cache)
-    engine.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        output=output,
-        query_start_loc=batch.query_start_loc,
-        seq_lens=seq_lens,
-        scale=scale,
-        causal=True,
-        alibi_slopes=None,
-        sliding_window=-1,
-        block_table=table,
-        softcap=0.0,
-        scheduler_metadata=metadata,
-        s_aux=None,
-    )
+    attend(engine, batch, query, output, block_table=table, kv_lens=seq_lens)
     for request, (kv_len, _) in enumerate(spec.lens):
         for query_head in range(heads * group):
             head = query_head // group
@@ -179,3 +196,52 @@ def test_attention_after_compaction_sees_the_survivors(
             error = float((output[request, query_head] - want).abs().max())
             # The engine rounds weights and output to the cache's dtype.
             assert error < (1e-5 if dtype == fp32 else 2e-2), (request, query_head)
+
+
+@pytest.mark.parametrize(
+    "math", ["plain", "tau-cap", "alibi", "noise-tau-cap-alibi-sinks"]
+)
+@pytest.mark.parametrize(("dtype", "layout", "head_size", "block_size"), CASES)
+def test_our_attention_is_the_engines_where_nothing_was_evicted(
+    engine, dtype, layout, head_size, block_size, math
+):
+    """Soft cap, then bias; the bias counts from the query; a sink is a logit."""
+    lens = ((1, 1), (block_size + 1, 1), (600, 3))
+    spec = BatchSpec(dtype, layout, 6, 2, head_size, block_size, lens)
+    batch = make_batch(spec)
+    kv_cache = batch.kv_cache[0]
+    kv_cache.zero_()
+    write = writer(engine, layout)
+    for request, (kv_len, _) in enumerate(lens):
+        key, value = batch.keys[request][0], batch.values[request][0]
+        write(key, value, kv_cache, batch.slots(request))
+        positions = torch.arange(kv_len).expand(1, 2, kv_len)
+        batch.set_side(batch.position, request, positions)
+    query = batch.query.contiguous()
+    theirs, ours = torch.empty_like(query), torch.empty_like(query)
+    case = MATHS[math]
+    optional = case.per_query_head(spec.num_query_heads)
+    attend(engine, batch, query, theirs, case.soft_cap, optional)
+    ops.paged_attention_scored(
+        ours,
+        query,
+        kv_cache,
+        batch.score[0],
+        batch.position[0],
+        batch.block_table,
+        batch.kv_lens,
+        batch.query_start_loc,
+        torch.cat([torch.arange(kv_len - rows, kv_len) for kv_len, rows in lens]),
+        torch.full((len(query),), case.tau),
+        torch.full((len(lens),), case.noise_key),
+        **optional,
+        layer_index=0,
+        first_query_head=0,
+        scale=head_size**-0.5,
+        soft_cap=case.soft_cap,
+        layout=layout,
+        impl="cpu",
+    )
+    # The engine rounds weights and output to the cache's dtype.
+    tolerance = 1e-5 if dtype == fp32 else 2e-2
+    assert float((ours - theirs).abs().max()) < tolerance

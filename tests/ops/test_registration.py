@@ -100,25 +100,29 @@ def test_fake_implementations_agree_with_the_kernels():
         (batch.score, batch.position, batch.slots(0), torch.arange(113)),
         test_utils=tests,
     )
+    scoring = (
+        batch.query,
+        batch.kv_cache[0],
+        batch.score[0],
+        batch.position[0],
+        batch.block_table,
+        batch.kv_lens,
+        batch.query_start_loc,
+        batch.query_positions,
+        torch.ones(5),
+        torch.tensor([0, 7]),
+        torch.full((batch.spec.num_query_heads,), 0.5),
+        None,
+        0,
+        0,
+        0.125,
+        0.0,
+        0,
+    )
+    torch.library.opcheck(keyformer.score_keys.default, scoring, test_utils=tests)
     torch.library.opcheck(
-        keyformer.score_keys.default,
-        (
-            batch.query,
-            batch.kv_cache[0],
-            batch.score[0],
-            batch.position[0],
-            batch.block_table,
-            batch.kv_lens,
-            batch.query_start_loc,
-            batch.query_positions,
-            torch.ones(5),
-            torch.tensor([0, 7]),
-            0,
-            0,
-            0.125,
-            0.0,
-            0,
-        ),
+        keyformer.paged_attention_scored.default,
+        (torch.empty(batch.query.shape), *scoring),
         test_utils=tests,
     )
 

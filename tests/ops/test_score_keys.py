@@ -9,7 +9,7 @@ import torch
 from keyformer_vllm import ops
 from keyformer_vllm.core import noise
 from keyformer_vllm.ops import cpu
-from tests.helpers import BatchSpec, PagedBatch, dense_scores, make_batch
+from tests.helpers import MATHS, BatchSpec, PagedBatch, dense_scores, make_batch
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -51,13 +51,6 @@ SPECS = [
         (fp16, "vec", (5, 1), 96, 32),
     ]
 ]
-# What distinguishes one row's maths from another's: noise, temperature, soft cap.
-MATHS = {
-    "plain": (0, 1.0, 0.0),
-    "noise": (77, 1.0, 0.0),
-    "noise-tau": (-5, 1.7, 0.0),
-    "tau-cap": (0, 0.6, 5.0),
-}
 
 
 def run(
@@ -66,7 +59,7 @@ def run(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     soft_cap: float = 0.0,
-    **overrides: torch.Tensor,
+    **overrides: torch.Tensor,  # and the optional arguments
 ) -> None:
     tensors = {
         "query": batch.query,
@@ -112,8 +105,9 @@ def truths():
                     layer_index=3,
                     first_query_head=10,
                     scale=batch.spec.head_size**-0.5,
-                    soft_cap=MATHS[math][2],
+                    soft_cap=MATHS[math].soft_cap,
                     dtype=dtype,
+                    **MATHS[math].per_query_head(batch.spec.num_query_heads),
                 )
                 for dtype in (torch.float64, torch.float32)
             )
@@ -130,14 +124,15 @@ def truths():
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_scores_match_fp64(spec, math, impl, truths):
     batch = make_batch(spec)
-    noise_key, tau_value, soft_cap = MATHS[math]
+    case = MATHS[math]
     num_tokens = len(batch.query)
-    tau = torch.full((num_tokens,), tau_value)
+    tau = torch.full((num_tokens,), case.tau)
     tau[3::5] = 0.0  # rows that are not scored
-    keys = torch.full((len(spec.lens),), noise_key)
+    keys = torch.full((len(spec.lens),), case.noise_key)
     exact, same_error = truths(batch, math, tau, keys)
     before = batch.raw.clone()
-    run(batch, impl, tau, keys, soft_cap)
+    optional = case.per_query_head(spec.num_query_heads)
+    run(batch, impl, tau, keys, case.soft_cap, **optional)
     for request, (got, want) in enumerate(zip(scores_of(batch), exact, strict=True)):
         error = float((got - want).abs().max())
         # The floor is half a unit in the last place of the largest score.
@@ -170,20 +165,57 @@ def test_scores_accumulate_over_calls(impl):
     assert torch.equal(scores_of(batch)[0], once + once)
 
 
+def test_bias_follows_stored_positions(impl):
+    """Equal keys and no noise: a row is the softmax of its bias, wherever keys lie."""
+    spec = BatchSpec(num_query_heads=2, num_kv_heads=1, lens=((50, 1),))
+    batch = make_batch(spec)
+    batch.query.zero_()
+    slopes = torch.tensor([0.25, -0.01])
+    run(batch, impl, torch.tensor([2.0]), torch.tensor([0]), alibi_slopes=slopes)
+    distance = batch.side(batch.position, 0)[0, 0] - batch.query_positions[0]
+    bias = slopes[:, None].double() * distance
+    expected = torch.softmax(bias / 2.0, dim=-1).sum(0)
+    assert torch.allclose(scores_of(batch)[0][0].double(), expected, rtol=1e-5)
+
+
+def test_a_sink_takes_its_share_and_no_noise(impl):
+    spec = BatchSpec(num_query_heads=2, num_kv_heads=1, lens=((50, 1),))
+    tau, sinks = torch.tensor([1.6]), torch.tensor([3.0, -1e4])
+    batch = make_batch(spec)
+    batch.query.zero_()
+    run(batch, impl, tau, torch.tensor([9]), sinks=sinks)
+    total = float(scores_of(batch)[0].double().sum())
+    positions = batch.side(batch.position, 0)[0, 0]
+    rows = noise.row_keys(9, 3, 10, int(batch.query_positions[0]))
+    mass = float((noise.gumbel(rows, positions).double() / tau.double()).exp().sum())
+    share = mass / (mass + float((sinks[0].double() / tau.double()).exp()))
+    # The second head's sink is too small to take anything.
+    assert abs(total - (share + 1.0)) < 1e-6
+
+
+def test_a_sink_above_all_logits_leaves_nothing(impl):
+    batch = make_batch(BatchSpec(lens=((40, 3),)))
+    sinks = torch.full((4,), 500.0)
+    run(batch, impl, torch.tensor([1.0, 1.0, 2.0]), torch.tensor([4]), sinks=sinks)
+    assert (scores_of(batch)[0] == 0).all()
+
+
 INVARIANCE_SPECS = [
     BatchSpec(fp32, "vec", 8, 2, 64, 32, ((113, 113), (300, 33), (65, 65), (20, 1))),
     BatchSpec(bf16, "amx", 9, 3, 64, 64, ((113, 113), (300, 33), (65, 65), (20, 1))),
 ]
 
 
-@pytest.mark.parametrize("noise_key", [0, 31], ids=["plain", "noise"])
+@pytest.mark.parametrize("math", ["plain", "noise", "noise-tau-cap-alibi-sinks"])
 @pytest.mark.parametrize("spec", INVARIANCE_SPECS, ids=str)
-def test_chunks_and_batches_change_no_bit(spec, noise_key, cpu_impl):
+def test_chunks_and_batches_change_no_bit(spec, math, cpu_impl):
     together = make_batch(spec)
     tau = torch.linspace(1.0, 1.5, len(together.query))
     tau[: spec.lens[0][1]] = 1.0
-    keys = torch.full((len(spec.lens),), noise_key)
-    run(together, cpu_impl, tau, keys)
+    keys = torch.full((len(spec.lens),), MATHS[math].noise_key)
+    soft_cap = MATHS[math].soft_cap
+    optional = MATHS[math].per_query_head(spec.num_query_heads)
+    run(together, cpu_impl, tau, keys, soft_cap, **optional)
     for chunk in (1, 7, 1000):
         alone = make_batch(spec)
         for request, (kv_len, num_rows) in enumerate(spec.lens):
@@ -196,6 +228,8 @@ def test_chunks_and_batches_change_no_bit(spec, noise_key, cpu_impl):
                     cpu_impl,
                     tau[rows],
                     keys[request : request + 1],
+                    soft_cap,
+                    **optional,
                     query=alone.query[rows],
                     block_table=alone.block_table[request : request + 1],
                     kv_lens=torch.tensor([kv_len - num_rows + stop]).int(),
@@ -300,6 +334,8 @@ def test_noise_depends_on_layer_head_and_request(impl):
         ("query", {"query": torch.zeros(113, 4, 32)}),
         ("query", {"query": torch.zeros(113, 4, 64, dtype=bf16)}),
         ("query", {"query": torch.zeros(113, 3, 64)}),
+        ("alibi_slopes", {"alibi_slopes": torch.zeros(3)}),
+        ("sinks", {"sinks": torch.zeros(4, dtype=torch.float64)}),
     ],
 )
 def test_bad_arguments_are_named(name, change):

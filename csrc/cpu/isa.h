@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attend_row.h"
 #include "noise.h"
 #include "paged_cache.h"
 
@@ -26,10 +27,14 @@ struct ScoreTile {
   const int32_t* visible;      // [num_rows] keys the row sees, ascending
   const float* tau;            // [num_rows]
   const RowKey* row_keys;      // [num_rows, num_heads], nullptr: no noise
-  const int32_t* positions;    // [keys, padded to whole chunks], of this KV head; nullptr: no noise
-  float* weights;              // [num_rows, num_heads, row_stride] scratch
-  int64_t row_stride;          // multiple of kKeyChunk
-  float* panel;                // [head_size, kKeyChunk] scratch
+  const float* alibi_slopes;   // [num_heads], nullptr: no bias
+  const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
+  const int32_t* query_positions;  // [num_rows]
+  // [keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs it
+  const int32_t* positions;
+  float* weights;      // [num_rows, num_heads, row_stride] scratch
+  int64_t row_stride;  // multiple of kKeyChunk
+  float* panel;        // [head_size, kKeyChunk] scratch
 };
 
 struct IsaKernels {
@@ -45,6 +50,18 @@ struct IsaKernels {
   // draws.
   void (*fill_noise)(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel,
                      float* noise);
+  // Leaves the logits of keys [begin, end) in `row.logits` and the range's share of the attention
+  // in `result`. `weights` is scratch [num_heads, kRangeKeys].
+  void (*attend_range)(const AttendRow& row, int64_t begin, int64_t end, const RangeResult& result,
+                       float* weights);
+  // Merges the ranges of one query head and writes its output, rounded to the element type.
+  void (*merge_ranges)(const AttendRow& row, int64_t head, float* results, int64_t num_ranges,
+                       char* output);
+  // Turns the logits of one query head into its normalised weights. `key` is nullptr for a row
+  // without noise.
+  void (*weigh_head)(const AttendRow& row, int64_t head, float tau, const RowKey* key);
+  // Adds the weights of all query heads, summed in ascending order, to the scores of the KV head.
+  void (*add_heads)(const AttendRow& row, float* score, int64_t score_block_stride);
 };
 
 namespace baseline {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 // setup.py gives this file the compiler flags of its instruction set.
-#if defined(__x86_64__)
-#define KEYFORMER_ISA avx2
-#include "score_tile.h"
-#endif
+#define KEYFORMER_ISA baseline
+#include "isa_kernels.h"

@@ -2,5 +2,5 @@
 // setup.py gives this file the compiler flags of its instruction set.
 #if defined(__x86_64__)
 #define KEYFORMER_ISA avx512
-#include "score_tile.h"
+#include "isa_kernels.h"
 #endif

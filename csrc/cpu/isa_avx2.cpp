@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // setup.py gives this file the compiler flags of its instruction set.
-#define KEYFORMER_ISA baseline
-#include "score_tile.h"
+#if defined(__x86_64__)
+#define KEYFORMER_ISA avx2
+#include "isa_kernels.h"
+#endif

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// One query row with all query heads of one KV head, as the attention kernels see it.
+//
+// The keys are attended in ranges of kRangeKeys. Each range leaves its own maximum, sum and
+// unnormalised output per query head, and the ranges are merged in ascending order: so the result
+// is the same whether one thread runs them all or each runs on another.
+#pragma once
+
+#include <cstdint>
+
+#include "paged_cache.h"
+
+namespace keyformer {
+
+constexpr int64_t kRangeKeys = 512;
+static_assert(kRangeKeys % kKeyChunk == 0, "a range is whole chunks");
+
+struct AttendRow {
+  int64_t head_size;
+  int64_t block_size;
+  int64_t num_heads;  // query heads per KV head
+  int64_t num_keys;   // the row sees slots [0, num_keys)
+  ElementType element_type;
+  Layout layout;
+  float scale;
+  float soft_cap;              // 0: none
+  const char* keys;            // K of this (layer, KV head) in block 0
+  const char* values;          // V, likewise
+  int64_t block_bytes;         // from block to block
+  const int32_t* block_table;  // [num_blocks of the request]
+  const float* query;          // [num_heads, head_size]
+  const float* alibi_slopes;   // [num_heads], nullptr: no bias
+  const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
+  int32_t query_position;
+  // [num_keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs
+  // it
+  const int32_t* positions;
+  float* logits;       // [num_heads, row_stride]; later the weights of the score
+  int64_t row_stride;  // multiple of kKeyChunk
+};
+
+// What one range leaves behind; ranges of a row lie one after the other.
+struct RangeResult {
+  float* max;     // [num_heads]
+  float* sum;     // [num_heads]
+  float* output;  // [num_heads, head_size], divided by nothing yet
+
+  static int64_t num_floats(int64_t num_heads, int64_t head_size) {
+    // Rounded up, so that every output starts on a whole vector.
+    return (num_heads * (head_size + 2) + 15) / 16 * 16;
+  }
+
+  static RangeResult at(float* base, int64_t range, int64_t num_heads, int64_t head_size) {
+    float* output = base + range * num_floats(num_heads, head_size);
+    return {output + num_heads * head_size, output + num_heads * (head_size + 1), output};
+  }
+};
+
+}  // namespace keyformer

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+// paged_attention_scored: attention and scores from one pass over K and V.
+//
+// A unit is one (request, KV head). Usually a thread takes a whole unit. Where there are fewer
+// units than would keep the threads busy, they share each one: first its ranges of keys, then its
+// query heads. Ranges are cut by the length alone, so the result does not depend on the choice.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attend_row.h"
+#include "score_keys.h"
+
+namespace keyformer {
+
+struct PagedAttentionScoredArgs {
+  ScoreKeysArgs inputs;
+  char* output;  // [num_tokens, num_query_heads, head_size], element type of the query
+  int64_t output_token_stride;  // elements
+  int64_t output_head_stride;
+};
+
+namespace paged_attention_scored_detail {
+
+// Units are shared among threads where there are fewer of them per thread.
+constexpr int64_t kUnitsPerThread = 2;
+
+struct RequestPlan {
+  int64_t request;
+  int64_t first_token;
+  int64_t num_rows;
+  int64_t kv_len;
+};
+
+struct Plan {
+  std::vector<RequestPlan> requests;  // longest first, to end together
+  int64_t max_keys = 0;               // of one request, padded to whole chunks
+  int64_t max_ranges = 0;
+  bool single_rows = true;
+};
+
+inline int64_t num_ranges(int64_t num_keys) { return (num_keys + kRangeKeys - 1) / kRangeKeys; }
+
+inline Plan make_plan(const ScoreKeysArgs& inputs) {
+  Plan plan;
+  for (int64_t request = 0; request < inputs.requests.num_reqs; ++request) {
+    const int64_t begin = inputs.query_start_loc[request];
+    const int64_t end = inputs.query_start_loc[request + 1];
+    check_value(begin >= 0 && begin <= end, "query_start_loc: must not fall", request, begin);
+    check_value(end <= inputs.num_tokens, "query_start_loc: beyond the query", request, end);
+    if (begin == end) continue;
+    const int64_t kv_len = inputs.requests.kv_lens[request];
+    check_value(kv_len >= end - begin, "kv_lens: shorter than the request's queries", request,
+                kv_len);
+    check_blocks(inputs.requests, request, kv_len, inputs.max_blocks, inputs.cache.block_size,
+                 inputs.cache.num_blocks);
+    plan.requests.push_back({request, begin, end - begin, kv_len});
+    plan.max_keys = std::max(plan.max_keys, (kv_len + kKeyChunk - 1) / kKeyChunk * kKeyChunk);
+    plan.max_ranges = std::max(plan.max_ranges, num_ranges(kv_len));
+    plan.single_rows = plan.single_rows && end - begin == 1;
+  }
+  std::stable_sort(plan.requests.begin(), plan.requests.end(),
+                   [](const RequestPlan& a, const RequestPlan& b) {
+                     return a.num_rows * a.kv_len > b.num_rows * b.kv_len;
+                   });
+  return plan;
+}
+
+// What the passes over one row of one unit hand to each other.
+struct UnitBuffers {
+  float* logits;       // [num_heads, max_keys]
+  float* results;      // [max_ranges] x RangeResult
+  int32_t* positions;  // [max_keys]
+};
+
+class Attention {
+ public:
+  Attention(const PagedAttentionScoredArgs& args, const IsaKernels& kernels, const Plan& plan)
+      : args_(args),
+        inputs_(args.inputs),
+        kernels_(kernels),
+        plan_(plan),
+        group_(inputs_.num_query_heads / inputs_.cache.num_kv_heads) {}
+
+  int64_t num_units() const {
+    return static_cast<int64_t>(plan_.requests.size()) * inputs_.cache.num_kv_heads;
+  }
+
+  void run(const ThreadPool& pool) const {
+    const bool share = plan_.single_rows && pool.num_threads > 1 &&
+                       num_units() < kUnitsPerThread * pool.num_threads;
+    share ? run_shared(pool) : run_whole(pool);
+  }
+
+ private:
+  // Scratch of one thread, kept for the next call.
+  struct ThreadScratch {
+    Scratch<float> unit;
+    Scratch<float> query;
+    Scratch<float> weights;
+  };
+
+  ThreadScratch& thread_scratch() const {
+    static thread_local ThreadScratch scratch;
+    scratch.query.reserve(group_ * inputs_.cache.head_size);
+    scratch.weights.reserve(group_ * kRangeKeys);
+    return scratch;
+  }
+
+  int64_t result_floats() const { return RangeResult::num_floats(group_, inputs_.cache.head_size); }
+
+  int64_t unit_floats() const {
+    return (group_ + 1) * plan_.max_keys + plan_.max_ranges * result_floats();
+  }
+
+  UnitBuffers unit_buffers(float* base) const {
+    float* results = base + group_ * plan_.max_keys;
+    float* positions = results + plan_.max_ranges * result_floats();
+    return {base, results, reinterpret_cast<int32_t*>(positions)};
+  }
+
+  void run_whole(const ThreadPool& pool) const {
+    run_tasks(pool, num_units(), [this] {
+      ThreadScratch& scratch = thread_scratch();
+      const UnitBuffers buffers = unit_buffers(scratch.unit.reserve(unit_floats()));
+      return [this, &scratch, buffers](int64_t unit) {
+        for (int64_t r = 0; r < request_of(unit).num_rows; ++r) {
+          const AttendRow row = make_row(unit, r, buffers);
+          for (int64_t range = 0; range < num_ranges(row.num_keys); ++range) {
+            attend_range(row, unit, r, range, buffers, scratch);
+          }
+          for (int64_t head = 0; head < group_; ++head) finish_head(row, unit, r, head, buffers);
+          add_scores(row, unit, r);
+        }
+      };
+    });
+  }
+
+  void run_shared(const ThreadPool& pool) const {
+    static thread_local Scratch<float> all_units;
+    float* base = all_units.reserve(num_units() * unit_floats());
+    const auto buffers_of = [this, base](int64_t unit) {
+      return unit_buffers(base + unit * unit_floats());
+    };
+    run_tasks(pool, num_units() * plan_.max_ranges, [&] {
+      ThreadScratch& scratch = thread_scratch();
+      return [this, &scratch, &buffers_of](int64_t task) {
+        const int64_t unit = task / plan_.max_ranges;
+        const int64_t range = task % plan_.max_ranges;
+        const UnitBuffers buffers = buffers_of(unit);
+        const AttendRow row = make_row(unit, 0, buffers);
+        if (range < num_ranges(row.num_keys)) attend_range(row, unit, 0, range, buffers, scratch);
+      };
+    });
+    const auto num_finished =
+        std::make_unique<std::atomic<int64_t>[]>(static_cast<size_t>(num_units()));
+    for (int64_t unit = 0; unit < num_units(); ++unit) num_finished[unit].store(0);
+    run_tasks(pool, num_units() * group_, [&] {
+      return [this, &num_finished, &buffers_of](int64_t task) {
+        const int64_t unit = task / group_;
+        const UnitBuffers buffers = buffers_of(unit);
+        const AttendRow row = make_row(unit, 0, buffers);
+        finish_head(row, unit, 0, task % group_, buffers);
+        // Whoever finishes the last head adds them all.
+        if (num_finished[unit].fetch_add(1) + 1 == group_) add_scores(row, unit, 0);
+      };
+    });
+  }
+
+  const RequestPlan& request_of(int64_t unit) const {
+    return plan_.requests[static_cast<size_t>(unit / inputs_.cache.num_kv_heads)];
+  }
+
+  int64_t kv_head_of(int64_t unit) const { return unit % inputs_.cache.num_kv_heads; }
+
+  AttendRow make_row(int64_t unit, int64_t r, const UnitBuffers& buffers) const {
+    const PagedCache& cache = inputs_.cache;
+    const RequestPlan& item = request_of(unit);
+    const int64_t kv_head = kv_head_of(unit);
+    AttendRow row{};
+    row.head_size = cache.head_size;
+    row.block_size = cache.block_size;
+    row.num_heads = group_;
+    row.num_keys = item.kv_len - item.num_rows + r + 1;
+    row.element_type = inputs_.element_type;
+    row.layout = cache.layout;
+    row.scale = inputs_.scale;
+    row.soft_cap = inputs_.soft_cap;
+    row.keys = cache.data + kv_head * cache.head_stride * cache.element_size;
+    row.values = row.keys + cache.head_size * cache.block_size * cache.element_size;
+    row.block_bytes = cache.block_stride * cache.element_size;
+    row.block_table =
+        inputs_.requests.block_table + item.request * inputs_.requests.block_table_stride;
+    if (inputs_.alibi_slopes != nullptr) row.alibi_slopes = inputs_.alibi_slopes + kv_head * group_;
+    if (inputs_.sinks != nullptr) row.sinks = inputs_.sinks + kv_head * group_;
+    row.query_position = static_cast<int32_t>(inputs_.query_positions[item.first_token + r]);
+    row.positions = buffers.positions;
+    row.logits = buffers.logits;
+    row.row_stride = plan_.max_keys;
+    return row;
+  }
+
+  void attend_range(AttendRow row, int64_t unit, int64_t r, int64_t range,
+                    const UnitBuffers& buffers, ThreadScratch& scratch) const {
+    const PagedCache& cache = inputs_.cache;
+    const RequestPlan& item = request_of(unit);
+    const int64_t kv_head = kv_head_of(unit);
+    row.query = scratch.query.data();
+    for (int64_t h = 0; h < group_; ++h) {
+      const int64_t offset = (item.first_token + r) * inputs_.query_token_stride +
+                             (kv_head * group_ + h) * inputs_.query_head_stride;
+      kernels_.widen(inputs_.query + offset * cache.element_size, inputs_.element_type,
+                     cache.head_size, scratch.query.data() + h * cache.head_size);
+    }
+    const int64_t begin = range * kRangeKeys;
+    const int64_t end = std::min(begin + kRangeKeys, row.num_keys);
+    if (inputs_.noise_keys[item.request] != 0 || inputs_.alibi_slopes != nullptr) {
+      for (int64_t j = begin; j < end; j += kKeyChunk) {
+        const int32_t* source =
+            inputs_.position.at(0, row.block_table[j / cache.block_size], kv_head);
+        std::copy_n(source + j % cache.block_size, kKeyChunk, buffers.positions + j);
+      }
+    }
+    const RangeResult result = RangeResult::at(buffers.results, range, group_, cache.head_size);
+    kernels_.attend_range(row, begin, end, result, scratch.weights.data());
+  }
+
+  // The output of one query head, and its weights where the row is scored.
+  void finish_head(const AttendRow& row, int64_t unit, int64_t r, int64_t head,
+                   const UnitBuffers& buffers) const {
+    const RequestPlan& item = request_of(unit);
+    const int64_t token = item.first_token + r;
+    const int64_t query_head = kv_head_of(unit) * group_ + head;
+    const int64_t offset =
+        token * args_.output_token_stride + query_head * args_.output_head_stride;
+    kernels_.merge_ranges(row, head, buffers.results, num_ranges(row.num_keys),
+                          args_.output + offset * inputs_.cache.element_size);
+    if (!is_scored(token)) return;
+    const int64_t noise_key = inputs_.noise_keys[item.request];
+    const RowKey key =
+        make_row_key(noise_key, inputs_.layer_index, inputs_.first_query_head + query_head,
+                     inputs_.query_positions[token]);
+    kernels_.weigh_head(row, head, inputs_.tau[token], noise_key != 0 ? &key : nullptr);
+  }
+
+  void add_scores(const AttendRow& row, int64_t unit, int64_t r) const {
+    if (!is_scored(request_of(unit).first_token + r)) return;
+    kernels_.add_heads(row, inputs_.score.at(0, 0, kv_head_of(unit)), inputs_.score.block_stride);
+  }
+
+  bool is_scored(int64_t token) const { return inputs_.tau[token] > 0.0f; }
+
+  const PagedAttentionScoredArgs& args_;
+  const ScoreKeysArgs& inputs_;
+  const IsaKernels& kernels_;
+  const Plan& plan_;
+  const int64_t group_;
+};
+
+}  // namespace paged_attention_scored_detail
+
+inline void paged_attention_scored(const PagedAttentionScoredArgs& args, const IsaKernels& kernels,
+                                   const ThreadPool& pool) {
+  const auto plan = paged_attention_scored_detail::make_plan(args.inputs);
+  paged_attention_scored_detail::Attention(args, kernels, plan).run(pool);
+}
+
+}  // namespace keyformer

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks start, count and draw right. What they measure is not tested."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_admission
+import bench_ops
+import bench_quality
+import common
+import pytest
+
+BENCHMARKS = Path(common.__file__).parent
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run_script(name, *arguments):
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *arguments],
+        cwd=common.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def last_line(stdout):
+    return json.loads(stdout.splitlines()[-1])
+
+
+# What all share
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_needs_neither_torch_nor_vllm(name):
+    code = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['vllm'] = None;"
+        f"sys.path.insert(0, {str(BENCHMARKS)!r});"
+        f"sys.argv = [{name!r}, '--help'];"
+        f"runpy.run_path({str(BENCHMARKS / name)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=common.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+
+
+def test_readme_explains_every_script():
+    text = (BENCHMARKS / "README.md").read_text()
+    scripts = {path.name for path in BENCHMARKS.glob("bench_*")}
+    assert {name for name in scripts if text.count(name) >= 2} == scripts
+
+
+def test_medians_and_ratios():
+    slow, fast = [4.0, 2.0, 9.0], [2.0, 2.0, 3.0]
+    assert common.summarize(slow) == {"median": 4.0, "min": 2.0, "max": 9.0}
+    # Of the medians; the range is that of the rounds.
+    assert common.compare(slow, fast) == {"median": 2.0, "min": 1.0, "max": 3.0}
+    with pytest.raises(ValueError):
+        common.compare([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "share, expected", [(0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100), (0.001, 1)]
+)
+def test_percentile_is_a_value_that_occurred(share, expected):
+    assert common.percentile(list(range(100, 0, -1)), share) == expected
+
+
+@pytest.mark.parametrize(
+    "number, t", [(5, 2.7764), (6, 2.5706), (10, 2.2622), (30, 2.0452)]
+)
+def test_interval_is_that_of_students_t(number, t):
+    values = [float(n) for n in range(number)]
+    half = t * statistics.stdev(values) / number**0.5
+    found = common.mean_with_interval(values)
+    assert found["mean"] == statistics.fmean(values)
+    assert found["high"] - found["mean"] == pytest.approx(half, rel=0.003)
+    assert found["mean"] - found["low"] == pytest.approx(half, rel=0.003)
+
+
+def test_every_call_takes_its_turn():
+    turns = []
+    seconds = common.measure_interleaved(
+        {name: lambda name=name: turns.append(name) for name in "ab"}, 3, "turns"
+    )
+    assert turns == list("ab" * 4), "one turn of them warms up"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_table_is_markdown():
+    table = common.format_table(("arm", "x"), [("stock", 1.23456), ("a", None)])
+    assert table.splitlines() == [
+        "| arm   |    x |",
+        "| ----- | ---- |",
+        "| stock | 1.23 |",
+        "| a     |    - |",
+    ]
+
+
+def test_result_is_the_last_line_and_the_file(tmp_path, capsys):
+    parser = bench_ops.build_parser()
+    args = parser.parse_args(["--output", str(tmp_path / "r.json")])
+    common.write_result(args, {"x": [1.23456789, {"n": 3}]}, draw=lambda *_: None)
+    assert last_line(capsys.readouterr().out) == {"x": [1.235, {"n": 3}]}
+    assert common.read_result(tmp_path / "r.json") == {"x": [1.235, {"n": 3}]}
+
+
+def test_a_result_that_cannot_be_written_is_refused_first(tmp_path):
+    done = run_script("bench_ops.py", "--output", str(tmp_path / "no" / "r.json"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the folder of ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_without_a_result_is_named(tmp_path):
+    (tmp_path / "r.json").write_text("[")
+    with pytest.raises(common.UsageError, match="r.json"):
+        common.read_result(tmp_path / "r.json")
+
+
+# Operators
+
+
+@pytest.fixture(scope="module")
+def ops_run(tmp_path_factory):
+    """All groups on a cache of a few blocks."""
+    folder = tmp_path_factory.mktemp("ops")
+    sizes = "--layers 2 --requests 2 --kv-len 160 --prompt-len 65 --evict-requests 3"
+    done = run_script(
+        "bench_ops.py",
+        *sizes.split(),
+        *("--budget-tokens", "96", "--repeats", "2", "--copy-mib", "1"),
+        *("--plot", str(folder / "ops.png"), "--output", str(folder / "ops.json")),
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, last_line(done.stdout)
+
+
+@pytest.mark.slow
+def test_ops_are_timed_beside_attention(ops_run):
+    folder, result = ops_run
+    assert result == common.read_result(folder / "ops.json")
+    assert (folder / "ops.png").read_bytes().startswith(PNG)
+    rows = {(row["group"], row["kv_len"], row["name"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"])
+    assert {group for group, *_ in rows} == {"decode", "prefill", "eviction"}
+    for row in rows.values():
+        assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["max"]
+        expected = row["mib"] * 2**20 / (row["ms"]["median"] * 1e6)
+        assert row["gb_per_s"] == pytest.approx(expected, rel=0.01)
+        share = row["gb_per_s"] / row["copy_gb_per_s"]
+        assert row["share_of_copy"] == pytest.approx(share, rel=0.01)
+        if row["baseline"] is not None:
+            base = rows[row["group"], row["kv_len"], row["baseline"]]
+            ratio = row["ms"]["median"] / row["steps"] / base["ms"]["median"]
+            assert row["ratio"]["median"] == pytest.approx(ratio, rel=0.01)
+    # 2 requests x 160 tokens x 2 layers x 3 KV heads x (K and V of 64 bf16).
+    assert rows["decode", 160, "attention (vLLM)"]["mib"] == pytest.approx(
+        2 * 160 * 2 * 3 * 256 / 2**20, rel=0.001
+    )
+
+
+@pytest.mark.slow
+def test_ops_are_held_to_their_references(ops_run):
+    checks = {check["name"]: check for check in ops_run[1]["checks"]}
+    assert {"score_keys", "reset_slots", "select_keep", "compact_kv"} <= set(checks)
+    for check in checks.values():
+        assert check["score_error"] <= bench_ops.SCORE_TOLERANCE
+        assert check["cpu_ms"] > 0 and check["reference_ms"] > 0
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path):
+    done = run_script("bench_ops.py", "--query-heads", "4", "--kv-heads", "3")
+    assert done.returncode == 2
+    assert "4 query heads" in done.stderr
+
+
+# Quality
+
+
+def quality_args(*more):
+    start = ["--articles", "a.jsonl", "--num-articles", "5"]
+    return bench_quality.build_parser().parse_args([*start, *more])
+
+
+def test_settings_that_a_policy_ignores_are_measured_once():
+    args = quality_args(
+        *("--policies", "keyformer", "streaming", "full", "--budgets", "0.5", "300"),
+        *("--score-queries", "all", "last:32", "stride:4"),
+    )
+    assert list(bench_quality.list_settings(args)) == [
+        "keyformer 0.5 all",
+        "keyformer 0.5 last:32",
+        "keyformer 0.5 stride:4",
+        "keyformer 300 all",
+        "keyformer 300 last:32",
+        "keyformer 300 stride:4",
+        "streaming 0.5",
+        "streaming 300",
+        "full",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option, value, named",
+    [
+        ("--policies", "best", "kv_policy"),
+        ("--score-queries", "some", "kv_score_queries"),
+        ("--budgets", "1.5", "kv_budget"),
+    ],
+)
+def test_settings_that_the_server_refuses_are_refused(option, value, named):
+    with pytest.raises(common.UsageError, match=named):
+        bench_quality.list_settings(quality_args(option, value))
+
+
+def test_articles_below_the_budget_are_counted():
+    args = quality_args("--new-tokens", "8")
+    values = bench_quality.list_settings(args)["keyformer 0.5 all"]
+    prompts = [[0] * length for length in (80, 88, 89, 400)]
+    # Computed at last: length + 7; a block of 32 goes once that is 64 + 32.
+    assert bench_quality.count_evicting(values, prompts, args) == 2
+
+
+@pytest.fixture
+def fake_engine(monkeypatch):
+    """Settings that were replayed; the shares are made up."""
+    import transformers
+
+    import tests.quality
+
+    replayed = []
+
+    def replay(args, values, prompts, answers, description):
+        name = bench_quality.name_setting(values)
+        if name.endswith("stride:8"):
+            raise KeyboardInterrupt
+        replayed.append(name)
+        drop = 0.1 if "stride" in name else 0.0
+        return [0.8 + 0.02 * index - drop for index in range(5)]
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: None)
+    monkeypatch.setattr(
+        tests.quality, "article_prompts", lambda *_: [[0] * 400 for _ in range(5)]
+    )
+    monkeypatch.setattr(
+        bench_quality, "answer_in_full", lambda *_: replayed.append("answers") or [[1]]
+    )
+    monkeypatch.setattr(bench_quality, "replay_setting", replay)
+    return replayed
+
+
+def test_an_interrupted_quality_run_is_continued(tmp_path, fake_engine):
+    output = ("--output", str(tmp_path / "q.json"))
+    queries = ("--score-queries", "all", "stride:4")
+    with pytest.raises(KeyboardInterrupt):
+        bench_quality.measure(quality_args(*output, *queries, "stride:8"))
+    assert fake_engine == ["answers", "keyformer 0.5 all", "keyformer 0.5 stride:4"]
+    fake_engine.clear()
+    result = bench_quality.measure(quality_args(*output, *queries, "stride:16"))
+    assert fake_engine == ["keyformer 0.5 stride:16"]
+    first, second, _ = result["arms"]
+    assert first["agreement"]["mean"] == pytest.approx(0.84)
+    assert first["agreement"]["low"] < 0.84 < first["agreement"]["high"]
+    # Article by article the drop is always the same: no interval.
+    assert second["difference"] == pytest.approx(
+        {"mean": -0.1, "low": -0.1, "high": -0.1}
+    )
+    table = bench_quality.format_arms(result["arms"])
+    assert "| keyformer 0.5 stride:4" in table and "5/5" in table
+    bench_quality.draw(result, tmp_path / "q.png")
+    assert (tmp_path / "q.png").read_bytes().startswith(PNG)
+
+
+def test_answers_of_other_articles_are_not_taken(tmp_path, fake_engine):
+    output = ("--output", str(tmp_path / "q.json"))
+    bench_quality.measure(quality_args(*output))
+    with pytest.raises(common.UsageError, match="another --new-tokens"):
+        bench_quality.measure(quality_args(*output, "--new-tokens", "9"))
+    fake_engine.clear()
+    bench_quality.measure(quality_args(*output, "--new-tokens", "9", "--fresh"))
+    assert fake_engine == ["answers", "keyformer 0.5 all"]
+
+
+# Admission
+
+
+def test_pool_holds_the_full_sequences_and_the_null_block():
+    args = bench_admission.build_parser().parse_args([])
+    assert bench_admission.count_pool_blocks(args) == 4 * 40 + 1
