@@ -391,14 +391,11 @@ def eviction_cases(batch: Batch, num_evict: int, label: str) -> list[Case]:
 def reset_all(
     batch: Batch, slots: torch.Tensor, impl: str = "cpu"
 ) -> Callable[[], None]:
-    """reset_slots in all layers."""
+    """reset_slots, which takes all layers at once."""
     positions = torch.arange(len(slots))
 
     def run() -> None:
-        for layer in range(batch.shape.num_layers):
-            ops.reset_slots(
-                batch.score[layer], batch.position[layer], slots, positions, impl=impl
-            )
+        ops.reset_slots(batch.score, batch.position, slots, positions, impl=impl)
 
     return run
 
