@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m keyformer_vllm demo` and `python -m keyformer_vllm env`."""
+"""Command line: `python -m keyformer_vllm demo`, `plan` or `env`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from keyformer_vllm import __version__, environment
+from keyformer_vllm import __version__, environment, plan
 from keyformer_vllm.demo import run as demo
 
 
@@ -27,6 +27,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    command = commands.add_parser(
+        "plan",
+        help="say how many requests a pool of blocks keeps running",
+        description="Prints the budget in tokens, the blocks that requests of one "
+        "length hold, and how many of them run at once with and without eviction.",
+    )
+    plan.add_arguments(command)
+    command.set_defaults(run=plan.run)
 
     command = commands.add_parser(
         "env",

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keyformer_vllm.core.policies import POLICIES
-from keyformer_vllm.core.retention import BudgetBase
+from keyformer_vllm.core.policies import POLICIES, get_policy
+from keyformer_vllm.core.retention import BudgetBase, Retention
 
 ADDITIONAL_CONFIG_KEY = "keyformer"
 """The key of ours inside vLLM's ``additional_config``."""
@@ -152,6 +152,24 @@ class KeyformerConfig:
     def resolved_score_mode(self) -> str:
         """The score mode in use: ``auto`` made concrete."""
         return "deferred" if self.score_mode == "auto" else self.score_mode
+
+    def retention(self, num_prompt_tokens: int, block_size: int) -> Retention:
+        """How many tokens a prompt of this length retains under these settings.
+
+        Args:
+            num_prompt_tokens: prompt length, in tokens.
+            block_size: tokens per KV cache block.
+        """
+        return Retention.resolve(
+            get_policy(self.policy),
+            budget=self.budget,
+            num_prompt_tokens=num_prompt_tokens,
+            min_tokens=self.min_tokens,
+            budget_base=self.budget_base,
+            recent_ratio=self.recent_ratio,
+            sinks=self.sinks,
+            block_size=block_size,
+        )
 
     def check_trace(self) -> None:
         """Refuse a trace file that cannot be written, before workers try.

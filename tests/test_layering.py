@@ -71,7 +71,7 @@ def test_core_imports_torch_and_the_standard_library_only(path):
     assert not outside(imports_of(path), *allowed)
 
 
-@pytest.mark.parametrize("name", ["policies", "retention"])
+@pytest.mark.parametrize("name", ["capacity", "policies", "retention"])
 def test_counts_and_policies_need_no_torch(name):
     imports = imports_of(PACKAGE / "core" / f"{name}.py")
     assert imports and not any(i.split(".")[0] == "torch" for i in imports)

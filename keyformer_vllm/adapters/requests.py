@@ -13,28 +13,6 @@ from keyformer_vllm.core.retention import Retention
 from keyformer_vllm.core.selection import RUN_SIZE
 
 
-def resolve_retention(
-    config: KeyformerConfig, num_prompt_tokens: int, block_size: int
-) -> Retention:
-    """How many tokens a prompt of this length retains under these settings.
-
-    Args:
-        config: the request's settings.
-        num_prompt_tokens: prompt length, in tokens.
-        block_size: tokens per KV cache block.
-    """
-    return Retention.resolve(
-        get_policy(config.policy),
-        budget=config.budget,
-        num_prompt_tokens=num_prompt_tokens,
-        min_tokens=config.min_tokens,
-        budget_base=config.budget_base,
-        recent_ratio=config.recent_ratio,
-        sinks=config.sinks,
-        block_size=block_size,
-    )
-
-
 def resolve_request(
     server: KeyformerConfig, request: Any, block_size: int
 ) -> tuple[Retention, RequestParams]:
@@ -52,7 +30,7 @@ def resolve_request(
     config = server.with_request(sampling.extra_args)
     policy = get_policy(config.policy)
     num_prompt_tokens = request.num_prompt_tokens
-    retention = resolve_retention(config, num_prompt_tokens, block_size)
+    retention = config.retention(num_prompt_tokens, block_size)
     # Evictions come at the head of a step after the prompt. The last step starts
     # with this many tokens: one more is written in it, and one only sampled.
     at_last_head = num_prompt_tokens + request.max_tokens - 2

@@ -22,8 +22,9 @@ from keyformer_vllm.adapters.plan import (
     StepPlan,
 )
 from keyformer_vllm.adapters.query_ring import RingShape
-from keyformer_vllm.adapters.requests import resolve_request, resolve_retention
+from keyformer_vllm.adapters.requests import resolve_request
 from keyformer_vllm.config import KeyformerConfig, config_from_additional
+from keyformer_vllm.core.capacity import estimate_capacity
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
 
@@ -145,10 +146,20 @@ def describe_policy(
     block_size = spec.block_size
     side = spec.page_size_bytes - spec.unpadded_page_size_bytes
     max_model_len = vllm_config.model_config.max_model_len
-    retention = resolve_retention(config, max_model_len, block_size)
-    usable = kv_cache_config.num_blocks - 1
-    full_blocks = -(-max_model_len // block_size)
-    held_blocks = -(-retention.max_kv_len(max_model_len) // block_size)
+    scheduling = vllm_config.scheduler_config
+    capacity = estimate_capacity(
+        # The longest prompt that leaves room for an answer of an eviction interval.
+        config.retention(max(1, max_model_len - block_size), block_size),
+        num_new_tokens=min(block_size, max_model_len - 1) + 1,
+        num_blocks=kv_cache_config.num_blocks - 1,
+        watermark_blocks=int(scheduling.watermark * kv_cache_config.num_blocks),
+    )
+    cap = ""
+    if scheduling.max_num_seqs < capacity.running:
+        cap = (
+            f"; max_num_seqs={scheduling.max_num_seqs} caps it: "
+            f"raise it to {capacity.running}"
+        )
     ring = ""
     if config.resolved_score_mode == "deferred":
         shape = RingShape.of_model(vllm_config)
@@ -165,8 +176,8 @@ def describe_policy(
         f"block size {block_size}, side data {side} bytes "
         f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
         f"{ring}"
-        f"steady-state concurrency for {max_model_len}-token prompts "
-        f"{usable / held_blocks:.2f}x, {usable / full_blocks:.2f}x without eviction"
+        f"{max_model_len}-token requests running at once: {capacity.running}, "
+        f"{capacity.running_without_eviction} without eviction{cap}"
     )
 
 

@@ -307,6 +307,14 @@ def test_per_request_budget_is_the_requests_own(harness):
         # Two layers of four heads, eight requests.
         ({"policy": "window"}, "query ring 0.25 MiB for 8 requests", ()),
         ({"score_mode": "step"}, "score mode step", ("ring", "MiB")),
+        # 199 blocks; 63 for a prompt, 33 once it evicted, 64 without.
+        ({}, "2048-token requests running at once: 5, 3 without eviction", ("cap",)),
+        (
+            {"engine": {"max_num_seqs": 4}},
+            "running at once: 5, 3 without eviction; max_num_seqs=4 caps it: "
+            "raise it to 5",
+            (),
+        ),
         ({"budget_base": "sequence"}, "budget 0.5 of the sequence", ()),
     ],
 )
