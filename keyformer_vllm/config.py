@@ -32,7 +32,7 @@ VLLM_REQUEST_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 POLICY_NAMES = tuple(POLICIES)
 BUDGET_BASES = ("prompt", "sequence")
 NOISES = ("gumbel", "none")
-SCORE_MODES = ("auto", "deferred", "step")
+SCORE_MODES = ("auto", "deferred", "step", "fused")
 SELECTIONS = ("token", "block")
 
 _MAX_SHOWN = 60
@@ -72,8 +72,9 @@ class KeyformerConfig:
         score_queries: which prompt queries score: ``all`` (the paper), ``last:N``, or
             ``stride:S``: every S-th, counted back from the newest.
         score_mode: when queries score: ``deferred`` lets those of decode steps wait
-            until their request evicts, ``step`` scores each in its own step; the
-            outcome is the same. ``auto`` is ``deferred``.
+            until their request evicts, ``step`` scores each in its own step, ``fused``
+            while it attends, in a kernel of our own. ``auto`` is ``fused`` for models
+            with ALiBi, which need that kernel, and else ``deferred``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
@@ -148,10 +149,15 @@ class KeyformerConfig:
         kind, number = _parse_score_queries(self.score_queries)
         return number if kind == "stride" else 1
 
-    @property
-    def resolved_score_mode(self) -> str:
-        """The score mode in use: ``auto`` made concrete."""
-        return "deferred" if self.score_mode == "auto" else self.score_mode
+    def score_mode_for(self, has_alibi: bool) -> str:
+        """The score mode in use: ``auto`` made concrete for a model.
+
+        Args:
+            has_alibi: whether the model's attention is biased by distance.
+        """
+        if self.score_mode != "auto":
+            return self.score_mode
+        return "fused" if has_alibi else "deferred"
 
     def retention(self, num_prompt_tokens: int, block_size: int) -> Retention:
         """How many tokens a prompt of this length retains under these settings.

@@ -92,7 +92,8 @@ FLAGS = (
         str,
         "MODE",
         "When decode queries score: deferred (when their request evicts), step (each "
-        "in its own step), or auto (deferred). The outcome is the same.",
+        "in its own step), fused (while attending), or auto (deferred; fused for "
+        "ALiBi).",
     ),
     Flag(
         "select",

@@ -132,36 +132,55 @@ def oracle_request(
     )
 
 
+def load_as_served(folder: Path | str, attention: str = "eager") -> Any:
+    """A Hugging Face model in fp32 that computes what vLLM computes.
+
+    BLOOM differs otherwise: its GELU is the tanh approximation, vLLM's is exact, which
+    is up to 1e-3 in a log-probability.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    ).eval()
+    for module in model.modules():
+        if type(module).__name__ == "BloomMLP":
+            module.gelu_impl = torch.nn.GELU()
+    return model
+
+
 class HFReference:
     """A causal language model in fp32 whose attention can be exchanged.
 
     Args:
-        folder: model folder; Llama, GPT-2 or GPT-J.
+        folder: model folder; Llama, GPT-2, GPT-J or BLOOM.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, _interface)
-        # GPT-J has no exchangeable attention; it is patched below.
+        # These have no exchangeable attention; they are patched below.
         config_type = _model_type(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="eager" if config_type == "gptj" else _ATTENTION,
-        ).eval()
+        patched = config_type in ("gptj", "bloom")
+        self.model = load_as_served(folder, "eager" if patched else _ATTENTION)
         config = self.model.config
         self.num_layers: int = config.num_hidden_layers
         self.num_query_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(
             config, "num_key_value_heads", config.num_attention_heads
         )
+        self.alibi_slopes: torch.Tensor | None = None
+        if config_type == "bloom":
+            self.alibi_slopes = _bloom_slopes(self.num_query_heads)
         self._attend: Attend | None = None
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
                 module.keyformer_reference = self
             if type(module).__name__ == "GPTJAttention":
                 module._attn = types.MethodType(_gptj_attention, module)
+            if type(module).__name__ == "BloomAttention":
+                module.forward = types.MethodType(_bloom_attention, module)
 
     def masked_logprobs(
         self, prompt: Sequence[int], tokens: Sequence[int], epochs: Sequence[Epoch]
@@ -189,7 +208,9 @@ class HFReference:
                 scale: float,
                 masks: list[torch.Tensor] = masks,
             ) -> torch.Tensor:
-                return _masked_attention(query, key, value, scale, masks[layer])
+                mask = masks[layer]
+                bias = _alibi_bias(self.alibi_slopes, mask)
+                return _masked_attention(query, key, value, scale, mask, bias)
 
             logprobs = self._forward(computed, 0, attend).log_softmax(-1)
             if result is None:
@@ -233,7 +254,9 @@ class HFReference:
         layers = self._run_oracle(
             request,
             computed,
-            lambda *heads: _FollowingLayer(request, *heads, kept_sets),
+            lambda *heads: _FollowingLayer(
+                request, *heads, kept_sets, self.alibi_slopes
+            ),
         )
         for layer in layers:
             evicted_at = [kept.num_tokens for kept in layer.history]
@@ -252,7 +275,7 @@ class HFReference:
         layers = self._run_oracle(
             request,
             list(prompt),
-            lambda *heads: OracleLayer(request, *heads),
+            lambda *heads: OracleLayer(request, *heads, alibi_slopes=self.alibi_slopes),
             lambda logits: (
                 generated.append(int(logits.argmax()))
                 or (generated[-1] if len(generated) < max_tokens else None)
@@ -298,11 +321,13 @@ class HFReference:
         self._attend = attend
         try:
             positions = torch.arange(first_position, first_position + len(tokens))
-            output = self.model(
-                torch.tensor([list(tokens)]),
-                position_ids=positions[None],
-                use_cache=False,
+            # A model with ALiBi takes no positions: they are in the bias.
+            given = (
+                {}
+                if self.alibi_slopes is not None
+                else {"position_ids": positions[None]}
             )
+            output = self.model(torch.tensor([list(tokens)]), use_cache=False, **given)
         finally:
             self._attend = None
         logits: torch.Tensor = output.logits[0].float()
@@ -335,8 +360,16 @@ class _FollowingLayer(OracleLayer):
         num_kv_heads: int,
         scale: float,
         kept_sets: KeptSets,
+        alibi_slopes: torch.Tensor | None,
     ) -> None:
-        super().__init__(request, layer_index, num_query_heads, num_kv_heads, scale)
+        super().__init__(
+            request,
+            layer_index,
+            num_query_heads,
+            num_kv_heads,
+            scale,
+            alibi_slopes=alibi_slopes,
+        )
         self._kept_sets = kept_sets
         self.disagreements: list[Disagreement] = []
 
@@ -379,11 +412,14 @@ def _masked_attention(
     value: torch.Tensor,
     scale: float,
     mask: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     num_queries_per_kv = query.shape[0] // key.shape[0]
     key = key.repeat_interleave(num_queries_per_kv, dim=0)
     value = value.repeat_interleave(num_queries_per_kv, dim=0)
     logits = (query @ key.transpose(-1, -2)) * scale
+    if bias is not None:
+        logits += bias
     weights = logits.masked_fill_(~mask, -torch.inf).softmax(-1)
     return weights @ value
 
@@ -414,6 +450,32 @@ def _gptj_attention(
     attend = module.keyformer_reference._attend
     scale = 1.0 / float(module.scale_attn)
     return attend(module.layer_idx, query[0], key[0], value[0], scale)[None], None
+
+
+def _bloom_attention(
+    module: Any, hidden_states: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    heads = module._reshape(module.query_key_value(hidden_states))
+    query, key, value = (x[0] for x in heads)
+    attend = module.keyformer_reference._attend
+    output = attend(module.layer_idx, query, key, value, module.inv_norm_factor)
+    output = output.transpose(0, 1).flatten(1)[None]
+    return residual + module.dense(output), None
+
+
+def _bloom_slopes(num_heads: int) -> torch.Tensor:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    bias = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+    return bias[:, 0, 1]  # of position 1, which is the slope itself
+
+
+def _alibi_bias(slopes: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    """[num_query_heads, n, n]: slope * (position of the key - that of the query)."""
+    if slopes is None:
+        return None
+    position = torch.arange(mask.shape[-1])
+    return slopes[:, None, None] * (position - position[:, None])
 
 
 def _model_type(folder: Path | str) -> str:

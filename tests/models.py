@@ -17,12 +17,12 @@ NUM_LAYERS = 2
 HEAD_SIZE = 32
 BOS, EOS, PAD = 256, 257, 258
 
-SERVABLE = ("llama-4-2", "llama-9-3", "gptj", "gpt2")
-"""Kinds with weights. Grouped heads twice, partial rotary, learned positions."""
+SERVABLE = ("llama-4-2", "llama-9-3", "gptj", "gpt2", "bloom")
+"""Kinds with weights. Grouped heads twice, partial rotary, learned positions, ALiBi."""
 
-REFUSED = ("bloom", "mistral-sliding", "bert", "whisper", "deepseek-v2")
+REFUSED = ("mistral-sliding", "bert", "whisper", "deepseek-v2")
 """Kinds without weights, for refusals at start-up (`--load-format dummy`):
-ALiBi, a sliding window, pooling, encoder-decoder and MLA."""
+a sliding window, pooling, encoder-decoder and MLA."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + "

@@ -34,30 +34,6 @@ def _like_llama(name: str, model_type: str, **changes: Any) -> dict[str, Any]:
 
 
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": (
-        "ALiBi",
-        {
-            "architectures": ["BloomForCausalLM"],
-            "model_type": "bloom",
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "n_head": 2,
-            "n_layer": 2,
-            "seq_length": 512,
-        },
-    ),
-    "falcon-alibi": (
-        "ALiBi",
-        {
-            "architectures": ["FalconForCausalLM"],
-            "model_type": "falcon",
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "alibi": True,
-        },
-    ),
     "mistral-sliding": (
         "sliding window",
         _like_llama("MistralForCausalLM", "mistral", sliding_window=64),
@@ -193,6 +169,24 @@ SERVED_MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
         "alibi": False,
+    },
+    "falcon-alibi": {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "alibi": True,
+    },
+    "bloom": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "n_head": 2,
+        "n_layer": 2,
+        "seq_length": 512,
     },
 }
 """Models that resemble a refused one, and are fine."""

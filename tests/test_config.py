@@ -37,7 +37,7 @@ GOOD_VALUES = [
     *(("noise", value) for value in ("gumbel", "none")),
     *(("seed", value) for value in (0, 2**63 - 1)),
     *(("score_queries", value) for value in ("all", "last:1", "stride:1", "stride:4")),
-    *(("score_mode", value) for value in ("auto", "deferred", "step")),
+    *(("score_mode", value) for value in ("auto", "deferred", "step", "fused")),
     *(("select", value) for value in ("token", "block")),
     *(("trace", value) for value in (None, "trace.jsonl")),
     *(("poison_freed", value) for value in (True, False)),
@@ -174,9 +174,12 @@ def test_score_queries_are_a_limit_or_a_stride(value, last, stride):
     assert config.score_query_stride == stride
 
 
-def test_score_mode_auto_is_deferred():
-    assert make_config().resolved_score_mode == "deferred"
-    assert make_config(score_mode="step").resolved_score_mode == "step"
+def test_score_mode_auto_depends_on_the_model():
+    assert make_config().score_mode_for(has_alibi=False) == "deferred"
+    assert make_config().score_mode_for(has_alibi=True) == "fused"
+    for mode in ("deferred", "step", "fused"):
+        config = make_config(score_mode=mode)
+        assert config.score_mode_for(True) == config.score_mode_for(False) == mode
 
 
 def test_unknown_setting_is_refused_with_the_list_of_valid_ones():

@@ -8,7 +8,13 @@ import torch
 
 from keyformer_vllm.config import KeyformerConfig
 from tests.engine import random_prompt
-from tests.hf_reference import Epoch, HFReference, epochs_of, oracle_request
+from tests.hf_reference import (
+    Epoch,
+    HFReference,
+    epochs_of,
+    load_as_served,
+    oracle_request,
+)
 from tests.models import SERVABLE
 
 pytestmark = pytest.mark.slow
@@ -26,11 +32,7 @@ def reference(folder):
 
 def test_without_eviction_it_is_the_model(folder, reference):
     """Catches a reference that is wrong on its own, for example a lost scale."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    plain = load_as_served(folder)
     prompt, tokens = random_prompt(90, 1), random_prompt(10, 2)
     with torch.inference_mode():
         logits = plain(torch.tensor([[*prompt, *tokens]])).logits[0]

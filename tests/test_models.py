@@ -15,7 +15,9 @@ def _logprobs(model, tokens, mask=None):
     return logits[0, -1].log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=SERVABLE)
+# BLOOM derives positions from the mask: a masked key would move the others. What it
+# makes of a missing key is checked in e2e/test_masked_reference.py.
+@pytest.fixture(scope="module", params=[kind for kind in SERVABLE if kind != "bloom"])
 def model(request, tiny_model):
     from transformers import AutoModelForCausalLM
 

@@ -64,7 +64,6 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unsupported = {
-            "ALiBi": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window != -1,
             "attention sinks": self.sinks is not None,
             "a quantised KV cache": self.is_fp8_kv_cache,
@@ -90,23 +89,91 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        result = super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
-        if attn_metadata is None:
-            return result
+        if attn_metadata is None or attn_metadata.own is None:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                *args,
+                **kwargs,
+            )
+        else:
+            self._attend_apart(
+                layer, query, key, value, kv_cache, attn_metadata, output
+            )
+        if attn_metadata is None:  # warming up
+            return output
+        query = query[: attn_metadata.num_step_tokens]
         if attn_metadata.ring_write is not None:
             assert self.side is not None and self.side.ring is not None
-            attn_metadata.ring_write.store(
-                query[: attn_metadata.num_actual_tokens], self.side.ring
-            )
+            attn_metadata.ring_write.store(query, self.side.ring)
         if attn_metadata.scoring is not None:
-            self.add_scores(
-                query[: attn_metadata.num_actual_tokens],
-                kv_cache,
-                attn_metadata.scoring,
+            self.add_scores(query, kv_cache, attn_metadata.scoring)
+        return output
+
+    def _attend_apart(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend some rows with our kernel and the rest with vLLM's."""
+        own = attn_metadata.own
+        if own.rest is None:
+            num_tokens = attn_metadata.num_step_tokens
+            self._attend_scored(
+                query[:num_tokens], output[:num_tokens], kv_cache, own.batch
             )
-        return result
+            return
+        rest = query.index_select(0, own.rest)
+        attended = torch.empty_like(rest)
+        super().forward(layer, rest, key, value, kv_cache, attn_metadata, attended)
+        output.index_copy_(0, own.rest, attended)
+        mine = query.index_select(0, own.tokens)
+        attended = torch.empty_like(mine)
+        self._attend_scored(mine, attended, kv_cache, own.batch)
+        output.index_copy_(0, own.tokens, attended)
+
+    def _attend_scored(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ScoreBatch,
+    ) -> None:
+        """Attend and score in one pass over K and V.
+
+        Args:
+            query: ``[num_tokens, num_query_heads, head_size]``, after RoPE.
+            output: same shape. Mutated.
+            kv_cache: the layer's cache, with the keys of the queries in it.
+            batch: whose queries these are.
+        """
+        side = self.side
+        assert side is not None, "side data was not bound to this layer"
+        ops.paged_attention_scored(
+            output,
+            query,
+            kv_cache,
+            side.score,
+            side.position,
+            *batch.arguments(),
+            alibi_slopes=self.alibi_slopes,
+            layer_index=side.layer_index,
+            first_query_head=side.first_query_head,
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap,
+            layout=side.layout,
+            impl="cpu",
+        )
 
     def add_scores(
         self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ScoreBatch
@@ -125,12 +192,8 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             kv_cache,
             side.score,
             side.position,
-            batch.block_table,
-            batch.kv_lens,
-            batch.query_start_loc,
-            batch.positions,
-            batch.tau,
-            batch.noise_keys,
+            *batch.arguments(),
+            alibi_slopes=self.alibi_slopes,
             layer_index=side.layer_index,
             first_query_head=side.first_query_head,
             scale=self.scale,

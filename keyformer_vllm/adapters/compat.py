@@ -120,6 +120,11 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def uses_alibi(vllm_config: Any) -> bool:
+    """Whether attention of the model is biased by distance (ALiBi)."""
+    return bool(vllm_config.model_config.uses_alibi)
+
+
 def vllm_version() -> str:
     """The version of vLLM: of the code that is imported, else of what is installed.
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.own_attention import OwnAttention, without_requests
 from keyformer_vllm.adapters.query_ring import QueryRing, RingWrite
 from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 
@@ -29,10 +30,15 @@ class KeyformerCPUMetadata(compat.CPUAttentionMetadata):  # type: ignore[misc]
     Args:
         scoring: queries that score in this step; None: none does.
         ring_write: queries that wait; None: none does.
+        own: rows that our kernel attends; None: none. vLLM's part of the metadata then
+            covers the other rows only.
+        num_step_tokens: all tokens of the step, padding not counted.
     """
 
     scoring: ScoreBatch | None = None
     ring_write: RingWrite | None = None
+    own: OwnAttention | None = None
+    num_step_tokens: int = 0
 
 
 class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -73,10 +79,20 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         evicted = table.column("evicted_blocks")[rows]
         if evicted.any():
             common = self._to_physical(common, torch.from_numpy(evicted))
-        base = super().build(common_prefix_len, common, fast_build)
-        metadata = KeyformerCPUMetadata(**vars(base))
+        lengths = np.diff(common.query_start_loc_cpu.numpy())
+        own = _own_requests(runtime, rows, lengths)
+        stock, rest = common, None
+        if own.any() and not own.all():
+            stock, rest = without_requests(common, own, lengths)
+        base = super().build(common_prefix_len, stock, fast_build)
+        metadata = KeyformerCPUMetadata(
+            **vars(base), num_step_tokens=common.num_actual_tokens
+        )
         if table.column("tracked")[rows].any():
-            self._prepare_side_data(common, runtime, rows, metadata)
+            _reset_slots(common, runtime)
+            self._plan_scoring(common, runtime, rows, own, metadata)
+        if own.any():
+            metadata.own = _own_attention(common, runtime, rows, own, rest)
         return metadata
 
     def _to_physical(self, common: Any, evicted: torch.Tensor) -> Any:
@@ -101,38 +117,36 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             _num_computed_tokens_cache=None,
         )
 
-    def _prepare_side_data(
+    def _plan_scoring(
         self,
         common: Any,
         runtime: WorkerRuntime,
         rows: np.ndarray[Any, Any],
+        own: np.ndarray[Any, Any],
         metadata: KeyformerCPUMetadata,
     ) -> None:
-        """Reset the step's slots and say which of its queries score, and when."""
+        """Say which of the step's queries score beside attention, and which wait."""
         num_tokens = common.num_actual_tokens
         positions = common.positions[:num_tokens]
-        # The step's blocks are handed out and nobody has read them yet. Recycled
-        # blocks are not zeroed by vLLM, and a stale score would live on.
-        runtime.reset_slots(common.slot_mapping[:num_tokens], positions)
         table = runtime.table
         starts = common.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)
         scores = table.column("scores")[rows]
-        waits = np.zeros_like(scores)
+        # Requests whose queries score elsewhere: in our own attention kernel, or later.
+        elsewhere = own & (runtime.score_mode == "fused")
         if runtime.ring is not None:
-            waits = scores & (lengths == 1)
+            elsewhere = scores & (lengths == 1)
             self._flush_ring(common, runtime, runtime.ring, rows, lengths)
-        if waits.any():
-            assert runtime.ring is not None
-            tokens = starts[:-1][waits]
-            metadata.ring_write = runtime.ring.append(
-                rows[waits], tokens, positions.numpy()[tokens], num_tokens
-            )
-        if not (scores & ~waits).any():
+            if elsewhere.any():
+                tokens = starts[:-1][elsewhere]
+                metadata.ring_write = runtime.ring.append(
+                    rows[elsewhere], tokens, positions.numpy()[tokens], num_tokens
+                )
+        if not (scores & ~elsewhere).any():
             return
         token_rows = np.repeat(rows, lengths)
         tau = query_temperatures(runtime.config, table, token_rows, positions)
-        tau.masked_fill_(torch.from_numpy(np.repeat(waits, lengths)), 0.0)
+        tau.masked_fill_(torch.from_numpy(np.repeat(elsewhere, lengths)), 0.0)
         if not (tau > 0).any():
             return
         metadata.scoring = ScoreBatch(
@@ -167,3 +181,58 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             common.block_table_tensor[torch.from_numpy(due)],
             torch.from_numpy(before),
         )
+
+
+def _own_requests(
+    runtime: WorkerRuntime,
+    rows: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+) -> np.ndarray[Any, Any]:
+    """Requests of the batch that our kernel attends, bool ``[num_reqs]``."""
+    table = runtime.table
+    own = np.zeros(len(rows), np.bool_)
+    if runtime.score_mode == "fused":
+        own |= table.column("scores")[rows] & (lengths == 1)
+    if runtime.has_alibi:
+        # Nothing was evicted yet: places in the cache are positions. Afterwards only
+        # decode steps come.
+        evicted = table.column("evicted_blocks")[rows] > 0
+        assert (lengths[evicted] == 1).all(), lengths
+        own |= evicted
+    return own
+
+
+def _own_attention(
+    common: Any,
+    runtime: WorkerRuntime,
+    rows: np.ndarray[Any, Any],
+    own: np.ndarray[Any, Any],
+    rest: torch.Tensor | None,
+) -> OwnAttention:
+    requests = torch.from_numpy(np.flatnonzero(own))
+    tokens = common.query_start_loc_cpu[:-1][requests].long()
+    positions = common.positions[tokens]
+    rows = rows[own]
+    if runtime.score_mode == "fused":
+        tau = query_temperatures(runtime.config, runtime.table, rows, positions)
+    else:
+        tau = torch.zeros(len(rows))
+    batch = ScoreBatch(
+        block_table=common.block_table_tensor[requests],
+        kv_lens=common.seq_lens[requests],
+        query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32),
+        positions=positions,
+        tau=tau,
+        noise_keys=torch.from_numpy(runtime.table.column("noise_key")[rows]),
+    )
+    return OwnAttention(batch, None if rest is None else tokens, rest)
+
+
+def _reset_slots(common: Any, runtime: WorkerRuntime) -> None:
+    """Start the side data of the step's slots.
+
+    Its blocks are handed out and nobody has read them yet. Recycled blocks are not
+    zeroed by vLLM, and a stale score would live on.
+    """
+    num_tokens = common.num_actual_tokens
+    runtime.reset_slots(common.slot_mapping[:num_tokens], common.positions[:num_tokens])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.rules import (
     BLOCK_SIZE_UNIT,
@@ -23,7 +24,7 @@ from keyformer_vllm.config import config_from_additional
 
 HEAD_SIZES = (32, 256)
 
-_ALIBI_ARCHITECTURES = {"Step1ForCausalLM"}  # not in vLLM's own uses_alibi
+_ALIBI_SQRT_ARCHITECTURES = {"Step1ForCausalLM"}
 _PREFIX_LM_ARCHITECTURES = {"HrmTextForCausalLM"}
 _SINK_ARCHITECTURES = {"GptOssForCausalLM"}
 # Their sinks come with ``layer_types`` unless ``attention_sinks`` says otherwise.
@@ -106,13 +107,6 @@ def _has_sinks(model_config: Any) -> bool:
     return any("sink" in name and value for name, value in text.to_dict().items())
 
 
-def _uses_alibi(model_config: Any) -> bool:
-    return bool(
-        model_config.uses_alibi
-        or set(model_config.architectures) & _ALIBI_ARCHITECTURES
-    )
-
-
 def _is_prefix_lm(model_config: Any) -> bool:
     return bool(
         model_config.is_mm_prefix_lm
@@ -185,9 +179,12 @@ MODEL_RULES = (
         _OTHER_MODEL,
     ),
     Rule(
-        "ALiBi",
-        _is_model("ALiBi", _uses_alibi),
-        "the bias would follow the place in the cache, not the token's position",
+        "square-root ALiBi",
+        _is_model(
+            "square-root ALiBi",
+            lambda model: set(model.architectures) & _ALIBI_SQRT_ARCHITECTURES,
+        ),
+        "the kernels know the linear bias only",
         _OTHER_MODEL,
     ),
     Rule(
@@ -256,7 +253,9 @@ def _ring_too_large(config: Any) -> str | None:
     """Where the user sized the cache; else only the worker knows what is left."""
     policy = config_from_additional(config.additional_config)
     available = config.cache_config.kv_cache_memory_bytes
-    if policy is None or policy.resolved_score_mode != "deferred" or not available:
+    if policy is None or not available:
+        return None
+    if policy.score_mode_for(compat.uses_alibi(config)) != "deferred":
         return None
     problem = RingShape.of_model(config).problem(available)
     return setting_if(

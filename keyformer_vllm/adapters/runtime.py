@@ -75,8 +75,15 @@ class WorkerRuntime:
         self.first_kv_head = first_query_head // first_impl.num_queries_per_kv
         self.first_layer = compat.extract_layer_index(next(iter(layers)))
         self.impls = [layer.impl for layer in layers.values()]
+        self.has_alibi = compat.uses_alibi(vllm_config)
+        if any((i.alibi_slopes is not None) != self.has_alibi for i in self.impls):
+            raise RuntimeError(
+                "a KV policy needs an ALiBi bias in every layer or in none, as the "
+                "model's configuration says"
+            )
+        self.score_mode = config.score_mode_for(self.has_alibi)
         self.ring: QueryRing | None = None
-        if config.resolved_score_mode == "deferred":
+        if self.score_mode == "deferred":
             shape = RingShape.of_layers(vllm_config, layers)
             self.ring = QueryRing(shape, self.table)
         for index, (name, layer) in enumerate(layers.items()):

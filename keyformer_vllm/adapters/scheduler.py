@@ -161,7 +161,8 @@ def describe_policy(
             f"raise it to {capacity.running}"
         )
     ring = ""
-    if config.resolved_score_mode == "deferred":
+    score_mode = config.score_mode_for(compat.uses_alibi(vllm_config))
+    if score_mode == "deferred":
         shape = RingShape.of_model(vllm_config)
         ring = (
             f"query ring {shape.num_bytes / 2**20:.2f} MiB "
@@ -170,9 +171,10 @@ def describe_policy(
     what = (
         "tokens" if isinstance(config.budget, int) else f"of the {config.budget_base}"
     )
+    choice = _describe_choice(config, score_mode)
     return (
         f"KV policy {config.policy}: budget {config.budget} {what} "
-        f"(at least {config.min_tokens} tokens), {_describe_choice(config)}; "
+        f"(at least {config.min_tokens} tokens), {choice}; "
         f"block size {block_size}, side data {side} bytes "
         f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
         f"{ring}"
@@ -181,7 +183,7 @@ def describe_policy(
     )
 
 
-def _describe_choice(config: KeyformerConfig) -> str:
+def _describe_choice(config: KeyformerConfig, score_mode: str) -> str:
     """What decides who stays; settings that the policy ignores are left out."""
     policy = get_policy(config.policy)
     parts = [f"{config.sinks} sinks"] if policy.uses_sinks else []
@@ -195,6 +197,6 @@ def _describe_choice(config: KeyformerConfig) -> str:
         noise = config.noise if policy.uses_noise else "none"
         parts.append(
             f"noise {noise}, score queries {config.score_queries}, "
-            f"score mode {config.resolved_score_mode}"
+            f"score mode {score_mode}"
         )
     return ", ".join(parts)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ import torch
 from keyformer_vllm.adapters.request_table import RequestTable
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.core.scoring import is_scored, tau_schedule
+
+_T: TypeAlias = torch.Tensor
 
 
 @dataclass
@@ -34,6 +36,17 @@ class ScoreBatch:
     positions: torch.Tensor
     tau: torch.Tensor
     noise_keys: torch.Tensor
+
+    def arguments(self) -> tuple[_T, _T, _T, _T, _T, _T]:
+        """In the order in which the operators take them."""
+        return (
+            self.block_table,
+            self.kv_lens,
+            self.query_start_loc,
+            self.positions,
+            self.tau,
+            self.noise_keys,
+        )
 
 
 def query_temperatures(

@@ -37,7 +37,8 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
             KVPolicyError: when nothing is.
         """
         available: int = super().determine_available_memory()
-        if self._kv_config.resolved_score_mode != "deferred":
+        has_alibi = compat.uses_alibi(self.vllm_config)
+        if self._kv_config.score_mode_for(has_alibi) != "deferred":
             return available
         layers = compat.attention_layers(self.vllm_config)
         shape = RingShape.of_layers(self.vllm_config, layers)

@@ -101,6 +101,8 @@ class OracleLayer:
         scale: factor of q . k.
         soft_cap: > 0: logits are bounded to cap * tanh(x / cap).
         first_query_head: index of the first query head in the whole model.
+        alibi_slopes: float32 [num_query_heads]: bias by distance in original
+            positions, of output and score; None: none.
 
     Attributes, for inspection; never mutate them:
         num_tokens: tokens computed so far (logical).
@@ -120,6 +122,7 @@ class OracleLayer:
         scale: float,
         soft_cap: float = 0.0,
         first_query_head: int = 0,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> None:
         assert num_query_heads % num_kv_heads == 0, (num_query_heads, num_kv_heads)
         self.request = request
@@ -129,6 +132,7 @@ class OracleLayer:
         self.scale = scale
         self.soft_cap = soft_cap
         self.first_query_head = first_query_head
+        self.alibi_slopes = alibi_slopes
         self.num_tokens = 0
         self.evicted_blocks = 0
         self.key = torch.empty(0)
@@ -167,7 +171,7 @@ class OracleLayer:
             self._evict_if_due()
         query_position = self.num_tokens + torch.arange(num_new)
         self._append(key, value, query_position)
-        output = self._output(query)
+        output = self._output(query, query_position)
         self._add_scores(query, query_position)
         return output
 
@@ -185,8 +189,18 @@ class OracleLayer:
         self.position = torch.cat([self.position, new_position], dim=1)
         self.num_tokens += len(position)
 
-    def _output(self, query: torch.Tensor) -> torch.Tensor:
-        logits = attention_logits(query, self.key, self.scale, self.soft_cap)
+    def _output(
+        self, query: torch.Tensor, query_position: torch.Tensor
+    ) -> torch.Tensor:
+        logits = attention_logits(
+            query,
+            self.key,
+            self.scale,
+            self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            query_position=query_position,
+            key_position=self.position,
+        )
         # The new tokens are the last ones held: row r sees all but those after it.
         num_new, first_new = query.shape[1], self.kv_len - query.shape[1]
         visible = torch.ones(num_new, self.kv_len, dtype=torch.bool).tril(first_new)
@@ -233,6 +247,7 @@ class OracleLayer:
                 first_query_head=self.first_query_head,
                 scale=self.scale,
                 soft_cap=self.soft_cap,
+                alibi_slopes=self.alibi_slopes,
             )[:, 0]
 
     def _evict_if_due(self) -> None:

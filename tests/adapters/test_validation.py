@@ -111,7 +111,7 @@ REFUSED_OUTCOMES = [
     ),
 ]
 REFUSED_ARCHITECTURES = [
-    ("ALiBi", "Step1ForCausalLM"),
+    ("square-root ALiBi", "Step1ForCausalLM"),
     ("prefix-LM", "HrmTextForCausalLM"),
     ("streaming sessions", "VoxtralRealtimeGeneration"),
     ("streaming sessions", "Qwen3ASRRealtimeGeneration"),

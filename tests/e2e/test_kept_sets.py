@@ -81,7 +81,8 @@ def test_policies_differ(engine):
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size"), [("llama-4-2", 64), ("gptj", 32), ("gpt2", 128)]
+    ("kind", "block_size"),
+    [("llama-4-2", 64), ("gptj", 32), ("gpt2", 128), ("bloom", 32)],
 )
 def test_every_architecture(start_engine, tiny_model, kind, block_size):
     """Grouped and plain heads, partial rotary, learned positions, other intervals;
