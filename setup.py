@@ -30,6 +30,7 @@ FLAGS_OF_SOURCE = {
         "-mf16c",
         # False alarms inside g++ 12's own intrinsics header.
         "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
     ],
 }
 

@@ -32,19 +32,21 @@ struct ScoreTile {
   const int32_t* query_positions;  // [num_rows]
   // [keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs it
   const int32_t* positions;
-  float* weights;      // [num_rows, num_heads, row_stride] scratch
-  int64_t row_stride;  // multiple of kKeyChunk
-  float* panel;        // [head_size, kKeyChunk] scratch
+  float* weights;       // [num_rows, num_heads, row_stride] scratch
+  float* inverse_sums;  // [num_rows, num_heads] scratch, of the weights
+  int64_t row_stride;   // multiple of 16
+  float* panel;         // [head_size, kKeyChunk] scratch
 };
 
 struct IsaKernels {
   const char* name;
+  int64_t product_vectors;  // query vectors that one register-blocked product takes
   // Converts one query vector to fp32.
   void (*widen)(const char* source, ElementType type, int64_t count, float* target);
-  // Fills the first head of each row with the row's normalised weights, summed over the query
-  // heads; zero from the row's visible keys up to the tile's last chunk.
+  // Fills the weights of each row and head and the inverse of their sums.
   void (*compute_tile)(const ScoreTile& tile);
-  // Adds the rows of a computed tile, in order, to the scores of this KV head.
+  // Adds the normalised rows of a computed tile, in order, to the scores of this KV head; the
+  // query heads of one row are summed first, in ascending order.
   void (*add_tile)(const ScoreTile& tile, float* score, int64_t score_block_stride);
   // Noise of one row for positions [num_keys, padded to whole chunks]: gumbel, or exponential
   // draws.

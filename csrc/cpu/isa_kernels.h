@@ -13,6 +13,7 @@ namespace keyformer::KEYFORMER_ISA {
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA),
+                                          kTileRows,
                                           widen,
                                           compute_tile,
                                           add_tile,

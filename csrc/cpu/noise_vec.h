@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectorised noise. Every operation of ln_fixed is rounded on its own, in the order that
+// Vectorised noise. Every operation of minus_ln_fixed is rounded on its own, in the order that
 // keyformer_vllm/core/noise.py spells out, so all instruction sets agree to the bit.
 #pragma once
 
@@ -9,40 +9,32 @@
 namespace keyformer::KEYFORMER_ISA {
 namespace {
 
-// Positive normal numbers only.
-inline VecF ln_fixed(VecF x) {
+// A quotient whose division has not been done yet.
+struct Fraction {
+  VecF numerator;
+  VecF denominator;
+};
+
+// -ln(x) for positive normal numbers. Its bits are those of the rounded quotient.
+inline Fraction minus_ln_fixed(VecF x) {
   const VecI bits = bit_cast<VecI>(x);
-  const VecI exponent = (bits - 0x3F3504F3) >> 23;
-  const VecF t = bit_cast<VecF>(bits - (exponent << 23)) - 1.0f;
-  const VecF z = t * t;
-  VecF p = splat(0x1.204376p-4f);
-  p = p * t;
-  p = p + -0x1.d7a370p-4f;
-  p = p * t;
-  p = p + 0x1.de4a34p-4f;
-  p = p * t;
-  p = p + -0x1.fcba9ep-4f;
-  p = p * t;
-  p = p + 0x1.23d37ep-3f;
-  p = p * t;
-  p = p + -0x1.555ca0p-3f;
-  p = p * t;
-  p = p + 0x1.999d58p-3f;
-  p = p * t;
-  p = p + -0x1.fffff8p-3f;
-  p = p * t;
-  p = p + 0x1.555554p-2f;
-  p = p * t;
-  p = p * z;
-  const VecF f = __builtin_convertvector(exponent, VecF);
-  VecF q = f * -0x1.bd0106p-13f;
-  p = p + q;
-  q = z * 0.5f;
-  p = p - q;
-  p = t + p;
-  q = f * 0.693359375f;
-  return p + q;
+  const VecI exponent = (bits - 0x3F3504F3) & static_cast<int32_t>(0xFF800000u);
+  const VecF s = 1.0f - bit_cast<VecF>(bits - exponent);
+  const VecF z = s * s;
+  VecF n = s * -0x1.54d830p+4f;
+  n = n + 0x1.e6cb92p+4f;
+  n = n + z;
+  n = n * s;
+  VecF d = s * -0x1.241e86p+5f;
+  d = d + 0x1.e6cb92p+4f;
+  VecF q = z * 0x1.23b4a4p+3f;
+  d = d + q;
+  q = __builtin_convertvector(exponent, VecF) * -0x1.62e430p-24f;
+  q = q * d;
+  return {n + q, d};
 }
+
+inline VecF value(Fraction fraction) { return fraction.numerator / fraction.denominator; }
 
 // Uniform draws of one query row for the keys at `positions`.
 inline VecF draw_uniform(RowKey row, const int32_t* positions) {
@@ -53,23 +45,33 @@ inline VecF draw_uniform(RowKey row, const int32_t* positions) {
   x ^= x >> 15;
   x *= kMixB;
   x ^= x >> 16;
-  const VecI odd = bit_cast<VecI>(((x >> 9) << 1) + 1u);
-  return __builtin_convertvector(odd, VecF) * 0x1p-24f;
+  // The 23 bits as a mantissa give 1 + 2 r / 2^24; the difference is exact.
+  return bit_cast<VecF>((x >> 9) | 0x3F800000u) - 0x1.fffffep-1f;
 }
 
 // Noise is drawn in short passes over a stretch of keys that stays in the L1 cache. One pass per
 // step keeps the dependency chains short: a single loop over hash, logarithm and exponential runs
-// at half the speed, because the CPU's reorder window holds too few of its iterations.
+// at half the speed, because the CPU's schedulers hold too few of its iterations.
 constexpr int64_t kNoiseStretch = 256;
 
-// Exponential(1) draws, or standard Gumbel noise, for `count` keys, whole vectors, at most
-// kNoiseStretch.
-template <bool kGumbel>
-inline void draw_noise(RowKey row, const int32_t* positions, int64_t count, float* noise) {
+// Uniform draws for `count` keys, whole vectors, at most kNoiseStretch.
+inline void draw_uniforms(RowKey row, const int32_t* positions, int64_t count, float* noise) {
   for (int64_t j = 0; j < count; j += kLanes) store(noise + j, draw_uniform(row, positions + j));
-  for (int64_t j = 0; j < count; j += kLanes) store(noise + j, -ln_fixed(load<VecF>(noise + j)));
-  if constexpr (kGumbel) {
-    for (int64_t j = 0; j < count; j += kLanes) store(noise + j, -ln_fixed(load<VecF>(noise + j)));
+}
+
+// Replaces uniform draws by Exponential(1) draws, as fractions.
+inline void uniforms_to_fractions(int64_t count, float* noise, float* denominators) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const Fraction exponential = minus_ln_fixed(load<VecF>(noise + j));
+    store(noise + j, exponential.numerator);
+    store(denominators + j, exponential.denominator);
+  }
+}
+
+// Replaces numbers by their -ln: uniform draws by Exponential(1) draws.
+inline void replace_by_minus_ln(int64_t count, float* noise) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    store(noise + j, value(minus_ln_fixed(load<VecF>(noise + j))));
   }
 }
 

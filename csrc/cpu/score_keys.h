@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -42,7 +43,7 @@ struct ScoreKeysArgs {
 
 namespace score_keys_detail {
 
-constexpr int64_t kTileBytes = 256 * 1024;  // weights of one tile, to stay in the L2 cache
+constexpr int64_t kTileBytes = 384 * 1024;  // weights of one tile, to stay in the L2 cache
 constexpr int64_t kMaxTileRows = 64;
 
 struct RequestPlan {
@@ -70,7 +71,19 @@ inline int64_t visible_keys(const ScoreKeysArgs& args, int64_t request, int64_t 
   return args.requests.kv_lens[request] - args.query_start_loc[request + 1] + token + 1;
 }
 
-inline void make_plan(const ScoreKeysArgs& args, Plan* plan) {
+// Rows of a tile: as many as the scratch allows, tiles of about equal size, and no half-empty
+// product but the last.
+inline int64_t tile_rows(int64_t num_rows, int64_t row_bytes, int64_t group,
+                         int64_t product_vectors) {
+  const int64_t step = product_vectors / std::gcd(product_vectors, group);
+  int64_t most = std::clamp<int64_t>(kTileBytes / row_bytes, 1, kMaxTileRows);
+  if (most > step) most -= most % step;
+  const int64_t num_tiles = (num_rows + most - 1) / most;
+  const int64_t rows = (num_rows + num_tiles - 1) / num_tiles;
+  return std::min(most, (rows + step - 1) / step * step);
+}
+
+inline void make_plan(const ScoreKeysArgs& args, const IsaKernels& kernels, Plan* plan) {
   const int64_t group = args.num_query_heads / args.cache.num_kv_heads;
   plan->tokens.clear();
   plan->requests.clear();
@@ -96,8 +109,7 @@ inline void make_plan(const ScoreKeysArgs& args, Plan* plan) {
     const int64_t keys = visible_keys(args, request, plan->tokens.back());
     item.row_stride = (keys + kKeyChunk - 1) / kKeyChunk * kKeyChunk;
     const int64_t row_bytes = item.row_stride * group * static_cast<int64_t>(sizeof(float));
-    item.tile_rows = std::clamp<int64_t>(kTileBytes / row_bytes, 1, kMaxTileRows);
-    item.tile_rows = std::min(item.tile_rows, item.num_scored);
+    item.tile_rows = tile_rows(item.num_scored, row_bytes, group, kernels.product_vectors);
     item.num_tiles = (item.num_scored + item.tile_rows - 1) / item.tile_rows;
     item.first_task = plan->num_tasks;
     plan->num_tasks += item.num_tiles * args.cache.num_kv_heads;
@@ -118,6 +130,7 @@ inline void make_plan(const ScoreKeysArgs& args, Plan* plan) {
 // Buffers of one thread, kept for the next call.
 struct WorkerScratch {
   Scratch<float> weights;
+  Scratch<float> inverse_sums;
   Scratch<float> panel;
   Scratch<float> query;
   Scratch<float> tau;
@@ -132,6 +145,7 @@ class Worker {
   Worker(const ScoreKeysArgs& args, const IsaKernels& kernels, Plan& plan)
       : args_(args), kernels_(kernels), plan_(plan), scratch_(thread_scratch()) {
     scratch_.weights.reserve(plan.max_weights);
+    scratch_.inverse_sums.reserve(plan.max_vectors);
     scratch_.panel.reserve(args.cache.head_size * kKeyChunk);
     scratch_.query.reserve(plan.max_vectors * args.cache.head_size);
     scratch_.tau.reserve(kMaxTileRows);
@@ -222,6 +236,7 @@ class Worker {
     tile.query_positions = scratch_.query_positions.data();
     tile.positions = needs_positions ? scratch_.positions.data() : nullptr;
     tile.weights = scratch_.weights.data();
+    tile.inverse_sums = scratch_.inverse_sums.data();
     tile.row_stride = item.row_stride;
     tile.panel = scratch_.panel.data();
     return tile;
@@ -239,7 +254,7 @@ inline void score_keys(const ScoreKeysArgs& args, const IsaKernels& kernels,
                        const ThreadPool& pool) {
   static thread_local score_keys_detail::Plan plan;
   score_keys_detail::Plan& shared_plan = plan;
-  score_keys_detail::make_plan(args, &shared_plan);
+  score_keys_detail::make_plan(args, kernels, &shared_plan);
   run_tasks(pool, shared_plan.num_tasks,
             [&] { return score_keys_detail::Worker(args, kernels, shared_plan); });
 }

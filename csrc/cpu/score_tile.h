@@ -153,26 +153,26 @@ void compute_logits(const ScoreTile& tile) {
 
 inline float larger(float a, float b) { return a > b ? a : b; }
 
+// A NaN is passed over: it shows up in the sum of the weights.
 inline float row_max(const float* row, int64_t num_keys) {
-  VecF largest = load<VecF>(row);
-  for (int64_t j = kLanes; j < num_keys; j += kLanes) {
-    const VecF x = load<VecF>(row + j);
-    // A NaN on the left of `>` loses, one already in `largest` stays lost: it shows up in the sum.
-    largest = x > largest ? x : largest;
+  // Two chains: one would wait for itself.
+  VecF even = load<VecF>(row);
+  VecF odd = even;
+  int64_t j = kLanes;
+  for (; j + kLanes < num_keys; j += 2 * kLanes) {
+    even = larger(load<VecF>(row + j), even);
+    odd = larger(load<VecF>(row + j + kLanes), odd);
   }
-  return max_lane(largest);
+  if (j < num_keys) even = larger(load<VecF>(row + j), even);
+  return max_lane(larger(odd, even));
 }
 
-// Calls `step(j, noise of keys j ..)` for every vector of a row's keys.
-template <bool kGumbel, typename Step>
-inline void for_each_with_noise(int64_t num_keys, RowKey key, const int32_t* positions,
-                                const Step& step) {
-  alignas(kVectorBytes) float noise[kNoiseStretch];
+// Calls `step(start, count)` for stretches of keys short enough for one draw of noise.
+template <typename Step>
+inline void for_each_stretch(int64_t num_keys, const Step& step) {
   for (int64_t start = 0; start < num_keys; start += kNoiseStretch) {
     const int64_t left = num_keys - start;
-    const int64_t count = left < kNoiseStretch ? left : kNoiseStretch;
-    draw_noise<kGumbel>(key, positions + start, count, noise);
-    for (int64_t j = 0; j < count; j += kLanes) step(start + j, load<VecF>(noise + j));
+    step(start, left < kNoiseStretch ? left : kNoiseStretch);
   }
 }
 
@@ -191,87 +191,102 @@ inline void add_alibi(float* row, int64_t num_keys, float slope, int32_t query_p
 // row without a sink.
 float weigh_row(float* row, int64_t num_keys, float tau, const RowKey* key,
                 const int32_t* positions, float sink) {
-  VecF sum = {};
-  if (tau == 1.0f && key != nullptr) {
-    // exp(x + g) = exp(x) / E: one logarithm instead of two.
-    const float largest = larger(row_max(row, num_keys), sink);
-    for_each_with_noise<false>(num_keys, *key, positions, [&](int64_t j, VecF exponential) {
-      const VecF weight = exp_nonpositive(load<VecF>(row + j) - largest) / exponential;
-      store(row + j, weight);
-      sum += weight;
-    });
-    return sum_lanes(sum) + exp_nonpositive(splat(sink - largest))[0];
-  }
-  if (key != nullptr) {
-    for_each_with_noise<true>(num_keys, *key, positions, [&](int64_t j, VecF gumbel) {
-      store(row + j, load<VecF>(row + j) + gumbel);
+  alignas(kVectorBytes) float noise[kNoiseStretch];
+  const bool divides = key != nullptr && tau == 1.0f;
+  if (key != nullptr && !divides) {
+    for_each_stretch(num_keys, [&](int64_t start, int64_t count) {
+      draw_uniforms(*key, positions + start, count, noise);
+      replace_by_minus_ln(count, noise);
+      for (int64_t j = 0; j < count; j += kLanes) {
+        const VecF gumbel = value(minus_ln_fixed(load<VecF>(noise + j)));
+        store(row + start + j, load<VecF>(row + start + j) + gumbel);
+      }
     });
   }
   const float largest = larger(row_max(row, num_keys), sink);
-  const float inverse_tau = 1.0f / tau;
-  for (int64_t j = 0; j < num_keys; j += kLanes) {
-    const VecF weight = exp_nonpositive((load<VecF>(row + j) - largest) * inverse_tau);
-    store(row + j, weight);
-    sum += weight;
+  const float log2_e_per_tau = 1.44269504088896341f / tau;
+  VecF sum = {};
+  if (divides) {
+    // exp(x + g) = exp(x) / E: one logarithm instead of two.
+    alignas(kVectorBytes) float denominators[kNoiseStretch];
+    for_each_stretch(num_keys, [&](int64_t start, int64_t count) {
+      draw_uniforms(*key, positions + start, count, noise);
+      uniforms_to_fractions(count, noise, denominators);
+      for (int64_t j = 0; j < count; j += kLanes) {
+        const VecF x = exp2_nonpositive((load<VecF>(row + start + j) - largest) * log2_e_per_tau);
+        const VecF weight = x * load<VecF>(denominators + j) / load<VecF>(noise + j);
+        store(row + start + j, weight);
+        sum += weight;
+      }
+    });
+  } else {
+    for (int64_t j = 0; j < num_keys; j += kLanes) {
+      const VecF weight = exp2_nonpositive((load<VecF>(row + j) - largest) * log2_e_per_tau);
+      store(row + j, weight);
+      sum += weight;
+    }
   }
-  return sum_lanes(sum) + exp_nonpositive(splat((sink - largest) * inverse_tau))[0];
+  return sum_lanes(sum) + exp2_nonpositive(splat((sink - largest) * log2_e_per_tau))[0];
 }
 
 void compute_tile(const ScoreTile& tile) {
   compute_logits(tile);
-  const int64_t tile_keys = round_up(tile.visible[tile.num_rows - 1], kKeyChunk);
   for (int64_t r = 0; r < tile.num_rows; ++r) {
     const int64_t visible = tile.visible[r];
     const int64_t padded = round_up(visible, kLanes);
-    float* weights = tile.weights + r * tile.num_heads * tile.row_stride;
     for (int64_t h = 0; h < tile.num_heads; ++h) {
-      float* row = weights + h * tile.row_stride;
+      const int64_t vector = r * tile.num_heads + h;
+      float* row = tile.weights + vector * tile.row_stride;
       for (int64_t j = visible; j < padded; ++j) row[j] = -INFINITY;
       if (tile.alibi_slopes != nullptr) {
         add_alibi(row, padded, tile.alibi_slopes[h], tile.query_positions[r], tile.positions);
       }
-      const RowKey* key =
-          tile.row_keys != nullptr ? tile.row_keys + r * tile.num_heads + h : nullptr;
+      const RowKey* key = tile.row_keys != nullptr ? tile.row_keys + vector : nullptr;
       const float sink = tile.sinks != nullptr ? tile.sinks[h] : -INFINITY;
-      const float sum = weigh_row(row, padded, tile.tau[r], key, tile.positions, sink);
-      const float inverse_sum = 1.0f / sum;
-      for (int64_t j = 0; j < padded; j += kLanes) {
-        VecF share = load<VecF>(row + j) * inverse_sum;
-        if (h > 0) share = load<VecF>(weights + j) + share;
-        store(weights + j, share);
-      }
+      tile.inverse_sums[vector] =
+          1.0f / weigh_row(row, padded, tile.tau[r], key, tile.positions, sink);
     }
-    for (int64_t j = padded; j < tile_keys; j += kLanes) store(weights + j, VecF{});
   }
 }
 
+// Adds one row to the scores of `num_keys` keys in one block.
+template <typename AddVector>
+inline void add_row(int64_t num_keys, float* score, const AddVector& add) {
+  int64_t j = 0;
+  for (; j + kLanes <= num_keys; j += kLanes) store(score + j, add(j, load<VecF>(score + j)));
+  if (j == num_keys) return;
+  // Slots behind the last key belong to nobody yet: leave their bytes alone.
+  float last[kLanes] = {};
+  std::memcpy(last, score + j, static_cast<size_t>(num_keys - j) * sizeof(float));
+  store(last, add(j, load<VecF>(last)));
+  std::memcpy(score + j, last, static_cast<size_t>(num_keys - j) * sizeof(float));
+}
+
 void add_tile(const ScoreTile& tile, float* score, int64_t score_block_stride) {
-  const int64_t num_keys = tile.visible[tile.num_rows - 1];
-  const int64_t row_stride = tile.num_heads * tile.row_stride;
-  for (int64_t j = 0; j < num_keys; j += kLanes) {
-    const int64_t block = tile.block_table[j / tile.block_size];
-    float* target = score + block * score_block_stride + j % tile.block_size;
-    const float* weights = tile.weights + j;
-    if (num_keys - j >= kLanes) {
-      VecF total = load<VecF>(target);
-      for (int64_t r = 0; r < tile.num_rows; ++r) total += load<VecF>(weights + r * row_stride);
-      store(target, total);
-    } else {
-      // Slots behind the last key belong to nobody yet: leave their bytes alone.
-      for (int64_t lane = 0; lane < num_keys - j; ++lane) {
-        for (int64_t r = 0; r < tile.num_rows; ++r) target[lane] += weights[r * row_stride + lane];
-      }
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const float* inverse_sums = tile.inverse_sums + r * tile.num_heads;
+    for (int64_t start = 0; start < tile.visible[r]; start += tile.block_size) {
+      const float* weights = tile.weights + r * tile.num_heads * tile.row_stride + start;
+      const int64_t left = tile.visible[r] - start;
+      add_row(left < tile.block_size ? left : tile.block_size,
+              score + tile.block_table[start / tile.block_size] * score_block_stride,
+              [&](int64_t j, VecF total) {
+                VecF share = load<VecF>(weights + j) * inverse_sums[0];
+                for (int64_t h = 1; h < tile.num_heads; ++h) {
+                  share += load<VecF>(weights + h * tile.row_stride + j) * inverse_sums[h];
+                }
+                return total + share;
+              });
     }
   }
 }
 
 void fill_noise(RowKey row, const int32_t* positions, int64_t num_keys, bool gumbel, float* noise) {
-  for (int64_t j = 0; j < num_keys; j += kNoiseStretch) {
-    const int64_t left = round_up(num_keys - j, kLanes);
-    const int64_t count = left < kNoiseStretch ? left : kNoiseStretch;
-    gumbel ? draw_noise<true>(row, positions + j, count, noise + j)
-           : draw_noise<false>(row, positions + j, count, noise + j);
-  }
+  for_each_stretch(round_up(num_keys, kLanes), [&](int64_t start, int64_t count) {
+    draw_uniforms(row, positions + start, count, noise + start);
+    replace_by_minus_ln(count, noise + start);
+    if (gumbel) replace_by_minus_ln(count, noise + start);
+  });
 }
 
 }  // namespace

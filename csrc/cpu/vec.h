@@ -69,6 +69,17 @@ inline VecF multiply_add(VecF a, VecF b, VecF c) {
 #endif
 }
 
+// The larger of each lane; where `a` is NaN, `b`: a NaN must be on the right to survive.
+inline VecF larger(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 inline float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFFu) << 13;
@@ -115,6 +126,22 @@ inline float sum_lanes(VecF value) {
   float result = value[0];
   for (int lane = 1; lane < kLanes; ++lane) result += value[lane];
   return result;
+}
+
+// 2^x for x <= 0, also -inf; below 2^-126.5 the result is 0. About 1 ulp.
+inline VecF exp2_nonpositive(VecF x) {
+  const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const VecF clamped = larger(splat(-127.0f), x);
+  const VecF shifted = clamped + magic;
+  const VecF r = clamped - (shifted - magic);
+  VecF p = splat(0x1.5bba14p-10f);
+  p = multiply_add(p, r, splat(0x1.3cea88p-7f));
+  p = multiply_add(p, r, splat(0x1.c6b752p-5f));
+  p = multiply_add(p, r, splat(0x1.ebf9bcp-3f));
+  p = multiply_add(p, r, splat(0x1.62e42ap-1f));
+  p = multiply_add(p, r, splat(1.0f));
+  // An exponent of -127 gives the bits of 0.
+  return p * bit_cast<VecF>((bit_cast<VecI>(shifted) << 23) + 0x3F800000);
 }
 
 // exp for finite or -inf arguments; below ln(FLT_MIN) the result is 0. About 1 ulp.
