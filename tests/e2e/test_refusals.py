@@ -124,7 +124,6 @@ CASES = [
     Case("MLA", ("--kv-policy", "multi-head latent attention"), model="deepseek-v2"),
     Case("sliding window", ("--kv-policy", "sliding_window"), model="mistral-sliding"),
     Case("mixed windows", ("--kv-policy", "sliding_attention"), model="gemma2"),
-    Case("ALiBi", ("--kv-policy keyformer", "ALiBi"), model="bloom"),
     Case("encoder-decoder", ("--kv-policy", "encoder-decoder"), model="whisper"),
     Case("pooling model", ("--kv-policy keyformer", "(pooling)"), model="bert"),
     Case(
@@ -176,7 +175,7 @@ CASES = [
     ),
 ]
 
-FRESH = ("prefix caching", "ALiBi", "VLLM_USE_RUST_FRONTEND")
+FRESH = ("prefix caching", "sliding window", "VLLM_USE_RUST_FRONTEND")
 
 
 @pytest.fixture(scope="module")
