@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keyformer_vllm import ops
 from keyformer_vllm.config import parse_budget
 from keyformer_vllm.demo.model import default_model_dir
 
@@ -90,6 +89,8 @@ def parse_arm(text: str) -> dict[str, Any] | None:
 @contextmanager
 def timed_ops(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the wall time of every eviction op that runs inside the block."""
+    from keyformer_vllm import ops
+
     originals = {name: getattr(ops, name) for name in EVICTION_OPS}
 
     def timed(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
