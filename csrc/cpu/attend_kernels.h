@@ -179,18 +179,18 @@ void weigh_head(const AttendRow& row, int64_t head, float tau, const RowKey* key
 }
 
 void add_heads(const AttendRow& row, float* score, int64_t score_block_stride) {
-  for (int64_t j = 0; j < row.num_keys; j += kLanes) {
-    VecF total = load<VecF>(row.logits + j);
-    for (int64_t h = 1; h < row.num_heads; ++h)
-      total += load<VecF>(row.logits + h * row.row_stride + j);
-    float* target =
-        score + row.block_table[j / row.block_size] * score_block_stride + j % row.block_size;
-    if (row.num_keys - j >= kLanes) {
-      store(target, load<VecF>(target) + total);
-    } else {
-      // Slots behind the last key belong to nobody yet: leave their bytes alone.
-      for (int64_t lane = 0; lane < row.num_keys - j; ++lane) target[lane] += total[lane];
-    }
+  for (int64_t start = 0; start < row.num_keys; start += row.block_size) {
+    const float* weights = row.logits + start;
+    const int64_t left = row.num_keys - start;
+    add_row(left < row.block_size ? left : row.block_size,
+            score + row.block_table[start / row.block_size] * score_block_stride,
+            [&](int64_t j, VecF total) {
+              VecF share = load<VecF>(weights + j);
+              for (int64_t h = 1; h < row.num_heads; ++h) {
+                share += load<VecF>(weights + h * row.row_stride + j);
+              }
+              return total + share;
+            });
   }
 }
 

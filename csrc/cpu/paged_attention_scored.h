@@ -46,20 +46,14 @@ inline int64_t num_ranges(int64_t num_keys) { return (num_keys + kRangeKeys - 1)
 inline Plan make_plan(const ScoreKeysArgs& inputs) {
   Plan plan;
   for (int64_t request = 0; request < inputs.requests.num_reqs; ++request) {
-    const int64_t begin = inputs.query_start_loc[request];
-    const int64_t end = inputs.query_start_loc[request + 1];
-    check_value(begin >= 0 && begin <= end, "query_start_loc: must not fall", request, begin);
-    check_value(end <= inputs.num_tokens, "query_start_loc: beyond the query", request, end);
-    if (begin == end) continue;
-    const int64_t kv_len = inputs.requests.kv_lens[request];
-    check_value(kv_len >= end - begin, "kv_lens: shorter than the request's queries", request,
-                kv_len);
-    check_blocks(inputs.requests, request, kv_len, inputs.max_blocks, inputs.cache.block_size,
-                 inputs.cache.num_blocks);
-    plan.requests.push_back({request, begin, end - begin, kv_len});
+    const score_keys_detail::RowRange rows = score_keys_detail::checked_rows(inputs, request);
+    const int64_t num_rows = rows.end - rows.begin;
+    if (num_rows == 0) continue;
+    const int64_t kv_len = score_keys_detail::checked_kv_len(inputs, request, rows);
+    plan.requests.push_back({request, rows.begin, num_rows, kv_len});
     plan.max_keys = std::max(plan.max_keys, (kv_len + kKeyChunk - 1) / kKeyChunk * kKeyChunk);
     plan.max_ranges = std::max(plan.max_ranges, num_ranges(kv_len));
-    plan.single_rows = plan.single_rows && end - begin == 1;
+    plan.single_rows = plan.single_rows && num_rows == 1;
   }
   std::stable_sort(plan.requests.begin(), plan.requests.end(),
                    [](const RequestPlan& a, const RequestPlan& b) {
@@ -216,12 +210,9 @@ class Attention {
     }
     const int64_t begin = range * kRangeKeys;
     const int64_t end = std::min(begin + kRangeKeys, row.num_keys);
-    if (inputs_.noise_keys[item.request] != 0 || inputs_.alibi_slopes != nullptr) {
-      for (int64_t j = begin; j < end; j += kKeyChunk) {
-        const int32_t* source =
-            inputs_.position.at(0, row.block_table[j / cache.block_size], kv_head);
-        std::copy_n(source + j % cache.block_size, kKeyChunk, buffers.positions + j);
-      }
+    if (score_keys_detail::needs_positions(inputs_, item.request)) {
+      score_keys_detail::gather_positions(inputs_, item.request, kv_head, begin, end,
+                                          buffers.positions);
     }
     const RangeResult result = RangeResult::at(buffers.results, range, group_, cache.head_size);
     kernels_.attend_range(row, begin, end, result, scratch.weights.data());

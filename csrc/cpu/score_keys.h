@@ -67,6 +67,47 @@ struct Plan {
   int64_t max_keys = 0;
 };
 
+// Query rows [begin, end) of a request.
+struct RowRange {
+  int64_t begin;
+  int64_t end;
+};
+
+inline RowRange checked_rows(const ScoreKeysArgs& args, int64_t request) {
+  const int64_t begin = args.query_start_loc[request];
+  const int64_t end = args.query_start_loc[request + 1];
+  check_value(begin >= 0 && begin <= end, "query_start_loc: must not fall", request, begin);
+  check_value(end <= args.num_tokens, "query_start_loc: beyond the query", request, end);
+  return {begin, end};
+}
+
+// Length of a request's cache, which must hold its rows and lie in blocks that exist.
+inline int64_t checked_kv_len(const ScoreKeysArgs& args, int64_t request, const RowRange& rows) {
+  const int64_t kv_len = args.requests.kv_lens[request];
+  check_value(kv_len >= rows.end - rows.begin, "kv_lens: shorter than the request's queries",
+              request, kv_len);
+  check_blocks(args.requests, request, kv_len, args.max_blocks, args.cache.block_size,
+               args.cache.num_blocks);
+  return kv_len;
+}
+
+// Noise and bias are functions of the stored positions.
+inline bool needs_positions(const ScoreKeysArgs& args, int64_t request) {
+  return args.noise_keys[request] != 0 || args.alibi_slopes != nullptr;
+}
+
+// Stored positions of keys [begin, end) of a request, whole chunks; `begin` starts one.
+inline void gather_positions(const ScoreKeysArgs& args, int64_t request, int64_t kv_head,
+                             int64_t begin, int64_t end, int32_t* positions) {
+  const int32_t* block_table =
+      args.requests.block_table + request * args.requests.block_table_stride;
+  const int64_t block_size = args.cache.block_size;
+  for (int64_t j = begin; j < end; j += kKeyChunk) {
+    const int32_t* source = args.position.at(0, block_table[j / block_size], kv_head);
+    std::copy_n(source + j % block_size, kKeyChunk, positions + j);
+  }
+}
+
 inline int64_t visible_keys(const ScoreKeysArgs& args, int64_t request, int64_t token) {
   return args.requests.kv_lens[request] - args.query_start_loc[request + 1] + token + 1;
 }
@@ -89,23 +130,16 @@ inline void make_plan(const ScoreKeysArgs& args, const IsaKernels& kernels, Plan
   plan->requests.clear();
   plan->num_tasks = plan->max_weights = plan->max_vectors = plan->max_keys = 0;
   for (int64_t request = 0; request < args.requests.num_reqs; ++request) {
-    const int64_t begin = args.query_start_loc[request];
-    const int64_t end = args.query_start_loc[request + 1];
-    check_value(begin >= 0 && begin <= end, "query_start_loc: must not fall", request, begin);
-    check_value(end <= args.num_tokens, "query_start_loc: beyond the query", request, end);
+    const RowRange rows = checked_rows(args, request);
     RequestPlan item{};
     item.request = request;
     item.first_scored = static_cast<int64_t>(plan->tokens.size());
-    for (int64_t token = begin; token < end; ++token) {
+    for (int64_t token = rows.begin; token < rows.end; ++token) {
       if (args.tau[token] > 0.0f) plan->tokens.push_back(static_cast<int32_t>(token));
     }
     item.num_scored = static_cast<int64_t>(plan->tokens.size()) - item.first_scored;
     if (item.num_scored == 0) continue;
-    const int64_t kv_len = args.requests.kv_lens[request];
-    check_value(kv_len >= end - begin, "kv_lens: shorter than the request's queries", request,
-                kv_len);
-    check_blocks(args.requests, request, kv_len, args.max_blocks, args.cache.block_size,
-                 args.cache.num_blocks);
+    checked_kv_len(args, request, rows);
     const int64_t keys = visible_keys(args, request, plan->tokens.back());
     item.row_stride = (keys + kKeyChunk - 1) / kKeyChunk * kKeyChunk;
     const int64_t row_bytes = item.row_stride * group * static_cast<int64_t>(sizeof(float));
@@ -206,14 +240,10 @@ class Worker {
     }
     const int32_t* block_table =
         args_.requests.block_table + item.request * args_.requests.block_table_stride;
-    const bool needs_positions = noise_key != 0 || args_.alibi_slopes != nullptr;
-    if (needs_positions) {
-      const int64_t keys = scratch_.visible.data()[num_rows - 1];
-      for (int64_t j = 0; j < keys; j += kKeyChunk) {
-        const int32_t* source =
-            args_.position.at(0, block_table[j / cache.block_size], kv_head) + j % cache.block_size;
-        std::copy_n(source, kKeyChunk, scratch_.positions.data() + j);
-      }
+    const bool has_positions = needs_positions(args_, item.request);
+    if (has_positions) {
+      gather_positions(args_, item.request, kv_head, 0, scratch_.visible.data()[num_rows - 1],
+                       scratch_.positions.data());
     }
     ScoreTile tile{};
     tile.head_size = cache.head_size;
@@ -234,7 +264,7 @@ class Worker {
     if (args_.alibi_slopes != nullptr) tile.alibi_slopes = args_.alibi_slopes + kv_head * group;
     if (args_.sinks != nullptr) tile.sinks = args_.sinks + kv_head * group;
     tile.query_positions = scratch_.query_positions.data();
-    tile.positions = needs_positions ? scratch_.positions.data() : nullptr;
+    tile.positions = has_positions ? scratch_.positions.data() : nullptr;
     tile.weights = scratch_.weights.data();
     tile.inverse_sums = scratch_.inverse_sums.data();
     tile.row_stride = item.row_stride;

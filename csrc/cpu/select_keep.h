@@ -140,10 +140,9 @@ inline void keep_best_runs(WorkerScratch& scratch, int64_t count, int32_t run_si
   }
 }
 
-// What a candidate is ranked by: its score, or a draw that never changes.
-inline float value_of(const SelectKeepArgs& args, int64_t layer, int64_t request, int64_t kv_head,
-                      float score, int32_t position) {
-  if (!args.random[request]) return score;
+// Ranks a candidate where the policy chooses at random; a draw that never changes.
+inline float random_value(const SelectKeepArgs& args, int64_t layer, int64_t request,
+                          int64_t kv_head, int32_t position) {
   return draw_uniform(make_row_key(args.noise_keys[request], args.first_layer + layer,
                                    args.first_kv_head + kv_head, position),
                       position);
@@ -192,7 +191,7 @@ inline int64_t rank_slots(const SelectKeepArgs& args, int64_t layer, int64_t req
     for (int64_t i = 0; i < tokens; ++i) {
       const bool pinned = (position[i] < num_sinks) | (position[i] >= recent_start);
       const float value =
-          random ? value_of(args, layer, request, kv_head, score[i], position[i]) : score[i];
+          random ? random_value(args, layer, request, kv_head, position[i]) : score[i];
       rank[i] = pinned ? kPinnedRank : rank_of(value, position[i]);
       num_pinned += pinned;
     }
@@ -218,9 +217,9 @@ inline int64_t collect_candidates(const SelectKeepArgs& args, int64_t layer, int
       ++num_pinned;
       continue;
     }
-    const float score = args.score.at(layer, block, kv_head)[offset];
-    candidates.push_back(
-        {position, value_of(args, layer, request, kv_head, score, position), slot});
+    const float value = args.random[request] ? random_value(args, layer, request, kv_head, position)
+                                             : args.score.at(layer, block, kv_head)[offset];
+    candidates.push_back({position, value, slot});
   }
   return num_pinned;
 }
