@@ -8,11 +8,11 @@ import torch
 
 from keyformer_vllm.config import KeyformerConfig
 from tests.engine import random_prompt
+from tests.hf_attention import load_as_served
 from tests.hf_reference import (
     Epoch,
     HFReference,
     epochs_of,
-    load_as_served,
     oracle_request,
 )
 from tests.models import SERVABLE
