@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -22,7 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keyformer_vllm.config import parse_budget
+import common
+from common import UsageError
+
+from keyformer_vllm.config import KeyformerConfig, KVPolicyError, parse_budget
 from keyformer_vllm.demo.model import default_model_dir
 
 EVICTION_OPS = (
@@ -32,6 +34,10 @@ EVICTION_OPS = (
     "select_keep",
     "compact_kv",
 )
+
+
+WARM_UP = 2
+"""Decode steps that are not counted: the first evictions fall into them."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batched-tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
-    parser.add_argument("--output", type=Path, help="JSON file; stdout gets it too")
+    common.add_result_options(parser)
     return parser
 
 
@@ -68,21 +74,29 @@ def parse_arm(text: str) -> dict[str, Any] | None:
     """Settings of an arm; None for stock vLLM.
 
     Raises:
-        ValueError: when it is not spelled as the help says.
+        UsageError: when it is not spelled as the help says, or the server would
+            refuse it.
     """
     if text == "off":
         return None
     policy, _, rest = text.partition(":")
     budget, _, settings = rest.partition(":")
-    result: dict[str, Any] = {"policy": policy, "budget": parse_budget(budget)}
+    try:
+        result: dict[str, Any] = {"policy": policy, "budget": parse_budget(budget)}
+    except ValueError:
+        raise UsageError(f"--arm {text}: {budget!r} is not a budget") from None
     for setting in filter(None, settings.split(",")):
         name, equals, value = setting.partition("=")
         if not equals:
-            raise ValueError(f"arm {text!r}: {setting!r} is not SETTING=VALUE")
+            raise UsageError(f"--arm {text}: {setting!r} is not SETTING=VALUE")
         try:
             result[name] = json.loads(value)
         except json.JSONDecodeError:
             result[name] = value
+    try:
+        KeyformerConfig.from_mapping(result)
+    except KVPolicyError as error:
+        raise UsageError(f"--arm {text}: {error}") from None
     return result
 
 
@@ -185,16 +199,15 @@ class Arm:
 def time_decode(arms: list[Arm], args: argparse.Namespace, show: Any) -> None:
     """Full batches that decode in turn; the first steps after the prompts are not
     counted, because the first eviction falls into them."""
-    warm_up = 2
     for arm in arms:
         for index in range(args.requests):
             # More tokens than are timed: the batch stays full.
-            arm.add(str(index), args.steps + warm_up + 40)
+            arm.add(str(index), args.steps + WARM_UP + 40)
         arm.finish_prompts()
         show.update()
-    for number in range(args.steps + warm_up):
+    for number in range(args.steps + WARM_UP):
         for arm in arms:
-            counted = number >= warm_up
+            counted = number >= WARM_UP
             with timed_ops(arm.op_seconds if counted else defaultdict(float)):
                 seconds = arm.step()
             if counted:
@@ -216,70 +229,88 @@ def time_prefill(arms: list[Arm], args: argparse.Namespace, show: Any) -> None:
         show.update()
 
 
-def summarise(arms: list[Arm]) -> list[dict[str, Any]]:
-    base = statistics.median(arms[0].seconds)
-    rows = []
-    for arm in arms:
-        median = statistics.median(arm.seconds)
-        total = sum(arm.seconds)
-        rows.append(
-            {
-                "arm": arm.name,
-                "median_ms": round(1e3 * median, 2),
-                "ratio": round(median / base, 3),
-                "mean_ratio": round(total / sum(arms[0].seconds), 3),
-                "min_ms": round(1e3 * min(arm.seconds), 2),
-                "max_ms": round(1e3 * max(arm.seconds), 2),
-                "samples": len(arm.seconds),
-                "blocks": arm.free_at_start - arm.free_blocks(),
-                "share_percent": {
-                    name: round(100 * seconds / total, 2)
-                    for name, seconds in arm.op_seconds.items()
-                },
-            }
-        )
-    return rows
-
-
-def main() -> int:
-    parser = build_parser()
-    args = parser.parse_args()
-    args.arms = args.arms or ["off", "keyformer:0.5", "keyformer:0.25"]
-    for text in args.arms:
-        try:
-            parse_arm(text)
-        except ValueError as error:
-            parser.error(str(error))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Time all arms; the first is what the others are compared with."""
     from tqdm import tqdm
 
     if args.phase == "prefill":
         args.requests = 1
     arms = [Arm(name, args) for name in args.arms]
     if args.phase == "decode":
-        total, run = len(arms) + args.steps + 2, time_decode
+        total, run = len(arms) + args.steps + WARM_UP, time_decode
     else:
         total, run = args.rounds, time_prefill
-    with tqdm(total=total, file=sys.stderr) as show:
+    with tqdm(total=total, file=sys.stderr, disable=None, leave=False) as show:
         run(arms, args, show)
-    rows = summarise(arms)
-    for row in rows:
-        share = ", ".join(f"{k} {v} %" for k, v in row["share_percent"].items())
-        print(
-            f"{row['arm']:<40}{row['median_ms']:>10} ms{row['ratio']:>8}x  {share}",
-            file=sys.stderr,
-        )
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(args).items()
+    result = {
+        "benchmark": "decode",
+        "machine": common.describe_machine(),
+        "settings": common.settings_of(args),
+        "arms": [describe_arm(arm, arms[0]) for arm in arms],
     }
-    result = json.dumps({"settings": settings, "arms": rows})
-    if args.output is not None:
-        args.output.write_text(result + "\n", encoding="utf-8")
-    print(result)
-    return 0
+    common.say(format_arms(result["arms"]))
+    return result
+
+
+def describe_arm(arm: Arm, base: Arm) -> dict[str, Any]:
+    total = sum(arm.seconds)
+    return {
+        "name": arm.name,
+        "seconds": common.summarize(arm.seconds),
+        "ratio": common.compare(arm.seconds, base.seconds),
+        "samples": len(arm.seconds),
+        "blocks": arm.free_at_start - arm.free_blocks(),
+        "share_percent": {
+            name: 100 * seconds / total for name, seconds in arm.op_seconds.items()
+        },
+    }
+
+
+def format_arms(arms: list[dict[str, Any]]) -> str:
+    columns = ("arm", "ms", "ratio", "min", "max", "blocks", *EVICTION_OPS)
+    return common.format_table(
+        columns,
+        [
+            (
+                arm["name"],
+                1e3 * arm["seconds"]["median"],
+                *(arm["ratio"][name] for name in ("median", "min", "max")),
+                arm["blocks"],
+                *(arm["share_percent"].get(name) for name in EVICTION_OPS),
+            )
+            for arm in arms
+        ],
+    )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The median of every arm against the first one's."""
+    pyplot = common.load_pyplot()
+    arms = result["arms"][::-1]
+    figure, axes = pyplot.subplots(
+        figsize=(8, 1.3 + 0.36 * len(arms)), layout="constrained"
+    )
+    axes.barh([arm["name"] for arm in arms], [arm["ratio"]["median"] for arm in arms])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    settings = result["settings"]
+    axes.set_xlabel(f"time of {settings['phase']} against {arms[-1]['name']}")
+    axes.set_title(
+        f"{settings['requests']} x {settings['prompt_len']} tokens, {settings['dtype']}"
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    args.arms = args.arms or ["off", "keyformer:0.5", "keyformer:0.25"]
+    for text in args.arms:
+        parse_arm(text)
+    common.check_result_options(args)
+    common.set_environment()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    common.write_result(args, measure(args), draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run_main(main))
