@@ -115,6 +115,18 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             self.add_scores(query, kv_cache, attn_metadata.scoring)
         return output
 
+    def _score_settings(self, side: LayerSide) -> dict[str, Any]:
+        """What the scoring operators need to know of this layer in every step."""
+        return {
+            "alibi_slopes": self.alibi_slopes,
+            "layer_index": side.layer_index,
+            "first_query_head": side.first_query_head,
+            "scale": self.scale,
+            "soft_cap": self.logits_soft_cap,
+            "layout": side.layout,
+            "impl": "cpu",
+        }
+
     def _attend_apart(
         self,
         layer: Any,
@@ -166,13 +178,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             side.score,
             side.position,
             *batch.arguments(),
-            alibi_slopes=self.alibi_slopes,
-            layer_index=side.layer_index,
-            first_query_head=side.first_query_head,
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap,
-            layout=side.layout,
-            impl="cpu",
+            **self._score_settings(side),
         )
 
     def add_scores(
@@ -193,13 +199,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             side.score,
             side.position,
             *batch.arguments(),
-            alibi_slopes=self.alibi_slopes,
-            layer_index=side.layer_index,
-            first_query_head=side.first_query_head,
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap,
-            layout=side.layout,
-            impl="cpu",
+            **self._score_settings(side),
         )
 
 

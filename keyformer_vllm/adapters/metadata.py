@@ -90,7 +90,7 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         )
         if table.column("tracked")[rows].any():
             _reset_slots(common, runtime)
-            self._plan_scoring(common, runtime, rows, own, metadata)
+            self._plan_scoring(common, runtime, rows, lengths, own, metadata)
         if own.any():
             metadata.own = _own_attention(common, runtime, rows, own, rest)
         return metadata
@@ -122,6 +122,7 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         common: Any,
         runtime: WorkerRuntime,
         rows: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
         own: np.ndarray[Any, Any],
         metadata: KeyformerCPUMetadata,
     ) -> None:
@@ -129,8 +130,6 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         num_tokens = common.num_actual_tokens
         positions = common.positions[:num_tokens]
         table = runtime.table
-        starts = common.query_start_loc_cpu.numpy()
-        lengths = np.diff(starts)
         scores = table.column("scores")[rows]
         # Requests whose queries score elsewhere: in our own attention kernel, or later.
         elsewhere = own & (runtime.score_mode == "fused")
@@ -138,7 +137,7 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             elsewhere = scores & (lengths == 1)
             self._flush_ring(common, runtime, runtime.ring, rows, lengths)
             if elsewhere.any():
-                tokens = starts[:-1][elsewhere]
+                tokens = common.query_start_loc_cpu.numpy()[:-1][elsewhere]
                 metadata.ring_write = runtime.ring.append(
                     rows[elsewhere], tokens, positions.numpy()[tokens], num_tokens
                 )
