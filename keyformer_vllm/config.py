@@ -73,8 +73,8 @@ class KeyformerConfig:
             ``stride:S``: every S-th, counted back from the newest.
         score_mode: when queries score: ``deferred`` lets those of decode steps wait
             until their request evicts, ``step`` scores each in its own step, ``fused``
-            while it attends, in a kernel of our own. ``auto`` is ``fused`` for models
-            with ALiBi, which need that kernel, and else ``deferred``.
+            while it attends, in a kernel of our own. ``auto`` takes ``fused`` where
+            that kernel is needed or was measured to be faster, and else ``deferred``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
@@ -149,15 +149,19 @@ class KeyformerConfig:
         kind, number = _parse_score_queries(self.score_queries)
         return number if kind == "stride" else 1
 
-    def score_mode_for(self, has_alibi: bool) -> str:
-        """The score mode in use: ``auto`` made concrete for a model.
+    def score_mode_for(self, has_alibi: bool, layout: str) -> str:
+        """The score mode in use: ``auto`` made concrete for a model and a CPU.
 
         Args:
-            has_alibi: whether the model's attention is biased by distance.
+            has_alibi: whether the model's attention is biased by distance, which only
+                our kernel can follow after an eviction.
+            layout: packing of the cache (``ops.layout.LAYOUTS``). Where it is made for
+                AMX, vLLM's kernel multiplies with tiles and ours does not; elsewhere
+                ours is faster, scores included (``benchmarks/README.md``).
         """
         if self.score_mode != "auto":
             return self.score_mode
-        return "fused" if has_alibi else "deferred"
+        return "deferred" if layout == "amx" and not has_alibi else "fused"
 
     def retention(self, num_prompt_tokens: int, block_size: int) -> Retention:
         """How many tokens a prompt of this length retains under these settings.

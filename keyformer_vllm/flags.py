@@ -92,8 +92,8 @@ FLAGS = (
         str,
         "MODE",
         "When decode queries score: deferred (when their request evicts), step (each "
-        "in its own step), fused (while attending), or auto (deferred; fused for "
-        "ALiBi).",
+        "in its own step), fused (while attending), or auto (fused, except on CPUs "
+        "with AMX).",
     ),
     Flag(
         "select",

@@ -174,12 +174,14 @@ def test_score_queries_are_a_limit_or_a_stride(value, last, stride):
     assert config.score_query_stride == stride
 
 
-def test_score_mode_auto_depends_on_the_model():
-    assert make_config().score_mode_for(has_alibi=False) == "deferred"
-    assert make_config().score_mode_for(has_alibi=True) == "fused"
+@pytest.mark.parametrize("layout", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_score_mode_auto_depends_on_model_and_cpu(has_alibi, layout):
+    auto = "deferred" if layout == "amx" and not has_alibi else "fused"
+    assert make_config().score_mode_for(has_alibi, layout) == auto
     for mode in ("deferred", "step", "fused"):
         config = make_config(score_mode=mode)
-        assert config.score_mode_for(True) == config.score_mode_for(False) == mode
+        assert config.score_mode_for(has_alibi, layout) == mode
 
 
 def test_unknown_setting_is_refused_with_the_list_of_valid_ones():

@@ -57,6 +57,7 @@ _NAMES = {
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadataBuilder",
     ),
+    "cpu_attention_isa": ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"),
     "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
     "cpu_ops": ("vllm", "_custom_ops"),
     "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
@@ -123,6 +124,16 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 def uses_alibi(vllm_config: Any) -> bool:
     """Whether attention of the model is biased by distance (ALiBi)."""
     return bool(vllm_config.model_config.uses_alibi)
+
+
+def cpu_cache_layout(vllm_config: Any) -> str:
+    """Packing of the CPU attention's cache that vLLM chooses for a model."""
+    layout: str = __getattr__("cpu_attention_isa")(
+        vllm_config.model_config.dtype,
+        vllm_config.cache_config.block_size,
+        vllm_config.model_config.get_head_size(),
+    )
+    return layout
 
 
 def vllm_version() -> str:

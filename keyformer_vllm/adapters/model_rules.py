@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.rules import (
     BLOCK_SIZE_UNIT,
@@ -20,6 +19,7 @@ from keyformer_vllm.adapters.rules import (
     find_kv_events,
     setting_if,
 )
+from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.config import config_from_additional
 
 HEAD_SIZES = (32, 256)
@@ -255,7 +255,7 @@ def _ring_too_large(config: Any) -> str | None:
     available = config.cache_config.kv_cache_memory_bytes
     if policy is None or not available:
         return None
-    if policy.score_mode_for(compat.uses_alibi(config)) != "deferred":
+    if score_mode_in_use(policy, config) != "deferred":
         return None
     problem = RingShape.of_model(config).problem(available)
     return setting_if(

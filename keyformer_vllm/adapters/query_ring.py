@@ -17,7 +17,7 @@ import torch
 
 from keyformer_vllm.adapters.request_table import RequestTable
 
-REMEDY = "lower --max-num-seqs or use --kv-score-mode step"
+REMEDY = "lower --max-num-seqs or use --kv-score-mode fused"
 """What to do where the ring does not fit."""
 
 

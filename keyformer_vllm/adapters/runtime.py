@@ -16,6 +16,7 @@ from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.request_table import RequestTable
 from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
+from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.adapters.trace import TraceWriter
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.ops.layout import (
@@ -67,6 +68,11 @@ class WorkerRuntime:
         self.block_size = self.kv_pages.shape[3]
         self.score, self.position = side_views(self.kv_pages)
         self.layout = _layout_of(list(layers.values()))
+        if self.layout != compat.cpu_cache_layout(vllm_config):
+            raise RuntimeError(
+                f"vLLM packed its cache as {self.layout!r}, not as the "
+                f"{compat.cpu_cache_layout(vllm_config)!r} that was planned with"
+            )
         _probe(self.kv_pages, self.layout)
         first_impl = next(iter(layers.values())).impl
         tp_rank = compat.get_tensor_model_parallel_rank()
@@ -81,7 +87,7 @@ class WorkerRuntime:
                 "a KV policy needs an ALiBi bias in every layer or in none, as the "
                 "model's configuration says"
             )
-        self.score_mode = config.score_mode_for(self.has_alibi)
+        self.score_mode = score_mode_in_use(config, vllm_config)
         self.ring: QueryRing | None = None
         if self.score_mode == "deferred":
             shape = RingShape.of_layers(vllm_config, layers)

@@ -23,6 +23,7 @@ from keyformer_vllm.adapters.plan import (
 )
 from keyformer_vllm.adapters.query_ring import RingShape
 from keyformer_vllm.adapters.requests import resolve_request
+from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.config import KeyformerConfig, config_from_additional
 from keyformer_vllm.core.capacity import estimate_capacity
 from keyformer_vllm.core.policies import get_policy
@@ -161,7 +162,7 @@ def describe_policy(
             f"raise it to {capacity.running}"
         )
     ring = ""
-    score_mode = config.score_mode_for(compat.uses_alibi(vllm_config))
+    score_mode = score_mode_in_use(config, vllm_config)
     if score_mode == "deferred":
         shape = RingShape.of_model(vllm_config)
         ring = (

@@ -11,6 +11,7 @@ from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.backend import cpu_backend_override
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.runtime import WorkerRuntime
+from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.config import (
     KeyformerConfig,
     KVPolicyError,
@@ -37,8 +38,7 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
             KVPolicyError: when nothing is.
         """
         available: int = super().determine_available_memory()
-        has_alibi = compat.uses_alibi(self.vllm_config)
-        if self._kv_config.score_mode_for(has_alibi) != "deferred":
+        if score_mode_in_use(self._kv_config, self.vllm_config) != "deferred":
             return available
         layers = compat.attention_layers(self.vllm_config)
         shape = RingShape.of_layers(self.vllm_config, layers)

@@ -77,6 +77,12 @@ SIGNATURES = {
         "output_block_scale",
     ],
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.customize_spec": ["spec"],
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": [
+        "dtype",
+        "block_size",
+        "head_size",
+        "kv_cache_dtype",
+    ],
     "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory": ["self"],
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": ["self"],
     "vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config": [

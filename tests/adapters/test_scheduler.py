@@ -303,9 +303,10 @@ def test_per_request_budget_is_the_requests_own(harness):
         ({"policy": "random"}, "selecting by token", ("noise", "queries")),
         ({"recent_ratio": 0}, "recent window 1 token", ()),
         ({"budget": 300}, "budget 300 tokens", ()),
-        ({}, "score queries all, score mode deferred", ()),
+        ({}, "score queries all, score mode fused", ()),
         # Two layers of four heads, eight requests.
-        ({"policy": "window"}, "query ring 0.25 MiB for 8 requests", ()),
+        ({"score_mode": "deferred"}, "query ring 0.25 MiB for 8 requests", ()),
+        ({"score_mode": "deferred"}, "score mode deferred", ()),
         ({"score_mode": "step"}, "score mode step", ("ring", "MiB")),
         # 199 blocks; 63 for a prompt, 33 once it evicted, 64 without.
         ({}, "2048-token requests running at once: 5, 3 without eviction", ("cap",)),

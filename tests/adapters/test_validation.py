@@ -101,7 +101,6 @@ REFUSED_OUTCOMES = [
     ("non-causal", "attention_config.use_non_causal", True),
     ("replaced class", "scheduler_config.scheduler_cls", "a.B"),
     ("replaced class", "parallel_config.worker_cls", "a.B"),
-    ("query ring", "cache_config.kv_cache_memory_bytes", 1000),
     ("diffusion", "model_config.is_diffusion", True),
     ("pooling", "model_config.runner_type", "pooling"),
     (
@@ -259,6 +258,17 @@ def test_outcome_is_refused(served, rule, path, value):
     assert len(lines_of(caught)) == 1
 
 
+def test_a_ring_that_fills_the_cache_is_refused_where_there_is_one(served):
+    cramped = edited(served, "cache_config.kv_cache_memory_bytes", 1000)
+    assert names_of(VLLM_CONFIG_RULES, cramped) == []
+    policy = {"keyformer": {"policy": "keyformer", "score_mode": "deferred"}}
+    cramped = edited(cramped, "additional_config", policy)
+    assert names_of(VLLM_CONFIG_RULES, cramped) == ["query ring"]
+    with pytest.raises(KVPolicyError) as caught:
+        validation.check_vllm_config("keyformer", cramped)
+    assert len(lines_of(caught)) == 1
+
+
 @pytest.mark.parametrize(("rule", "architecture"), REFUSED_ARCHITECTURES)
 def test_architecture_is_refused(served, rule, architecture):
     path = "model_config.model_arch_config.architectures"
@@ -327,7 +337,10 @@ def test_every_rule_is_tested_here():
     assert {rule.name for rule in ENGINE_ARGS_RULES} == tested
     tested = {rule for rule, _ in REFUSED_ENVIRONMENT}
     assert {rule.name for rule in ENVIRONMENT_RULES} == tested
-    tested = {rule for rule, _ in REFUSED_MODELS.values()} | {"model runner V2"}
+    tested = {rule for rule, _ in REFUSED_MODELS.values()} | {
+        "model runner V2",
+        "query ring",
+    }
     tested |= {rule for rule, *_ in REFUSED_OUTCOMES}
     tested |= {rule for rule, _ in REFUSED_ARCHITECTURES}
     assert {rule.name for rule in VLLM_CONFIG_RULES} == tested

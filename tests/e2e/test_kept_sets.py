@@ -106,6 +106,8 @@ def test_every_architecture(start_engine, tiny_model, kind, block_size):
         {"recent_ratio": 0.6, "sinks": 0, "seed": 12345},
         {"score_queries": "last:1", "sinks": 20, "recent_ratio": 0.0},
         {"score_queries": "stride:7"},
+        {"score_mode": "deferred"},
+        {"score_mode": "step"},
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
 )

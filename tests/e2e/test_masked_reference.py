@@ -65,21 +65,29 @@ def check(engine: Engine, reference: HFReference, request: Request) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size", "eager"),
+    ("kind", "block_size", "eager", "score_mode"),
     [
-        *((kind, 32, True) for kind in SERVABLE),
-        ("llama-9-3", 128, True),
-        ("llama-4-2", 32, False),
-        ("gpt2", 128, False),
+        *((kind, 32, True, "auto") for kind in SERVABLE),
+        ("llama-9-3", 128, True, "auto"),
+        ("llama-4-2", 32, False, "auto"),
+        ("gpt2", 128, False, "auto"),
+        # Attended by vLLM's own kernel, with shifted tables.
+        ("llama-9-3", 32, True, "deferred"),
+        ("llama-4-2", 32, False, "deferred"),
+        ("gpt2", 128, True, "step"),
     ],
 )
 def test_logprobs_equal_the_masked_forward(
-    start_engine, tiny_model, kind, block_size, eager
+    start_engine, tiny_model, kind, block_size, eager, score_mode
 ):
     """Catches a shifted block table, a wrong length or position, a row that moved to
     the wrong slot or head, a freed block still in use, and a kept token not read."""
     engine = start_engine(
-        kind, block_size=block_size, eager=eager, max_num_batched_tokens=256
+        kind,
+        POLICY | {"score_mode": score_mode},
+        block_size=block_size,
+        eager=eager,
+        max_num_batched_tokens=256,
     )
     # Enough for the shortest request to give a block of 128 back.
     requests = serve_mixed_batch(engine, max_tokens=110 if block_size < 128 else 150)

@@ -21,6 +21,7 @@ from tests.engine import Engine, open_engine, random_prompt
 from tests.invariants import assert_idle
 
 KIND = "llama-4-2"
+DEFERRED = POLICY | {"score_mode": "deferred"}
 SCORING = ("keyformer", "h2o", "key-only")
 
 Eviction = tuple[torch.Tensor, torch.Tensor]
@@ -201,7 +202,7 @@ def test_no_query_scores_in_its_own_step_while_all_decode(tiny_model, monkeypatc
         score_keys(query, *args, **kwargs)
 
     monkeypatch.setattr(ops, "score_keys", counting)
-    with open_engine(tiny_model(KIND), POLICY, num_blocks=100) as engine:
+    with open_engine(tiny_model(KIND), DEFERRED, num_blocks=100) as engine:
         for seed in (1, 2, 3):
             engine.add(random_prompt(64, seed), max_tokens=100)
         engine.step()
@@ -249,13 +250,13 @@ def test_a_ring_that_does_not_fit_is_refused_in_one_line(tiny_model, monkeypatch
     give(monkeypatch, 2 * 64 * 32 * 4 * 32 * 4)
     with (
         pytest.raises(KVPolicyError) as caught,
-        open_engine(tiny_model(KIND), POLICY, max_num_seqs=64),
+        open_engine(tiny_model(KIND), DEFERRED, max_num_seqs=64),
     ):
         pass
     message = str(caught.value)
     assert "max_num_seqs=64" in message and "\n" not in message
-    assert "--kv-score-mode step" in message
+    assert "--kv-score-mode fused" in message
     with open_engine(
-        tiny_model(KIND), POLICY, max_num_seqs=32, max_model_len=512
+        tiny_model(KIND), DEFERRED, max_num_seqs=32, max_model_len=512
     ) as engine:
         assert engine.worker.keyformer.ring.num_free == 32
