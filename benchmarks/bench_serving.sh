@@ -129,7 +129,8 @@ groups=()
 stop_groups() {
   local group deadline
   for group in "${groups[@]}"; do
-    kill -TERM -- "-$group" 2>/dev/null || true
+    # There is no group yet where setsid has not got that far.
+    kill -TERM -- "-$group" 2>/dev/null || kill -TERM "$group" 2>/dev/null || true
   done
   for group in "${groups[@]}"; do
     deadline=$((SECONDS + 30))

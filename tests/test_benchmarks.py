@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import bench_crossover
@@ -782,3 +785,45 @@ def test_servers_are_measured_and_stopped(tiny_model, tmp_path):
     assert "KV policy" not in (tmp_path / "server-1-0.log").read_text()
     for log in tmp_path.glob("server-*.log"):
         assert "Application shutdown complete" in log.read_text()
+
+
+def processes_about(text):
+    """Ids of the processes with this in their command line; zombies have none."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_script_leaves_no_server(tiny_model, tmp_path, number):
+    # A name that no other process has in its command line.
+    model = tmp_path / "model"
+    model.symlink_to(tiny_model("llama-4-2"))
+    with open(tmp_path / "stderr", "wb") as stderr:
+        script = subprocess.Popen(
+            [str(BENCHMARKS / "bench_serving.sh"), "--model", str(model)],
+            env={**os.environ, "PYTHON": sys.executable},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            # As from a terminal: in the background SIGINT would be ignored for good.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def servers():
+        return processes_about(f"serve\0{model}")
+
+    try:
+        deadline = time.monotonic() + 120
+        while not servers():
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        script.send_signal(number)
+        assert script.wait(90) == 128 + number
+    finally:
+        script.kill()
+    assert servers() == []
+    assert b"round 1 of 2: off" in (tmp_path / "stderr").read_bytes()
