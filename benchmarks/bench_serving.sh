@@ -209,7 +209,7 @@ run_arm() { # ROUND INDEX ARM
     --dataset-name random --random-input-len "$prompt_len"
     --random-output-len "$new_tokens" --num-prompts "$requests" --num-warmups 1
     --ignore-eos --temperature 0 --seed "$round" --request-rate "$request_rate"
-    --percentile-metrics ttft,itl --metric-percentiles 90 --disable-tqdm
+    --percentile-metrics "ttft,itl" --metric-percentiles 90 --disable-tqdm
     --save-result --result-dir "$folder" --result-filename "client-$name.json")
   [[ -z "$max_concurrency" ]] || client+=(--max-concurrency "$max_concurrency")
   run "$python" "$here/serving.py" drive "$url" "$arm" "$folder" "$name" -- \
