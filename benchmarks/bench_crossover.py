@@ -407,6 +407,8 @@ def describe_arm(
         "output_tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "ratio": compare_rounds(rounds, base.rounds),
+        "cpu_seconds": sum(one.cpu_seconds for one in rounds),
+        "cpu_ratio": compare_rounds(rounds, base.rounds, "cpu_seconds"),
         "ttft_s": _spread([t[0] for one in rounds for t in one.token_times.values()]),
         "itl_s": _spread([gap for one in rounds for gap in gaps_of(one)]),
         "running": {
@@ -434,10 +436,12 @@ def describe_arm(
     }
 
 
-def compare_rounds(rounds: list[Round], base: list[Round]) -> dict[str, float]:
+def compare_rounds(
+    rounds: list[Round], base: list[Round], clock: str = "seconds"
+) -> dict[str, float]:
     """Throughput against the base: of all time together, and the range of rounds."""
-    times = [one.seconds for one in rounds]
-    base_times = [one.seconds for one in base]
+    times = [getattr(one, clock) for one in rounds]
+    base_times = [getattr(one, clock) for one in base]
     each = [b / a for a, b in zip(times, base_times, strict=True)]
     return {"total": sum(base_times) / sum(times), "min": min(each), "max": max(each)}
 
@@ -465,7 +469,18 @@ def format_point(point: dict[str, Any]) -> str:
         name for name in EVICTION_OPS if any(name in a["share_percent"] for a in arms)
     ]
     columns = (
-        *("arm", "tok/s", "ratio", "min", "max", "TTFT s", "p90", "ITL ms", "p90"),
+        *(
+            "arm",
+            "tok/s",
+            "ratio",
+            "min",
+            "max",
+            "CPU",
+            "TTFT s",
+            "p90",
+            "ITL ms",
+            "p90",
+        ),
         *("running", "mean", "steady", "expected", "preempted", "freed"),
         *("prefill s", "decode s", *(f"{name} %" for name in ops)),
     )
@@ -474,6 +489,7 @@ def format_point(point: dict[str, Any]) -> str:
             arm["name"],
             arm["tokens_per_s"],
             *(arm["ratio"][name] for name in ("total", "min", "max")),
+            arm["cpu_ratio"]["total"],
             *(arm["ttft_s"][name] for name in ("median", "p90")),
             *(1e3 * arm["itl_s"][name] for name in ("median", "p90")),
             *(arm["running"][name] for name in ("peak", "mean", "steady", "expected")),

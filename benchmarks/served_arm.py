@@ -69,15 +69,18 @@ class Round:
 
     Args:
         seconds: of all steps.
+        cpu_seconds: processor time of all steps, of all threads.
         prefill_seconds: of the steps that computed prompt tokens.
         token_times: for each request, when each of its tokens came out.
         running: after each scheduling, the requests that run.
-        saturated: of those, the numbers while others waited.
+        saturated: of those, the numbers in steps without prompt tokens while others
+            waited: there was room for their tokens, so they waited for blocks.
         used_blocks: the most blocks held after a scheduling.
         evicted_tokens: per KV head and layer.
     """
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     prefill_seconds: float = 0.0
     steps: int = 0
     prefill_steps: int = 0
@@ -162,9 +165,10 @@ class MeasuredEngine:
         self._has_prefill = False
         timing = timed_ops(now.op_seconds) if self.profile else nullcontext()
         with timing:
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             outputs = self.engine.step()
             seconds = time.perf_counter() - started
+            now.cpu_seconds += time.process_time() - cpu_started
         now.seconds += seconds
         now.steps += 1
         if self._has_prefill:
@@ -200,7 +204,7 @@ class MeasuredEngine:
         if scheduled:
             running = len(self.scheduler.running)
             now.running.append(running)
-            if self.scheduler.waiting:
+            if self.scheduler.waiting and not self._has_prefill:
                 now.saturated.append(running)
         used = self.pool_blocks - self.pool.get_num_free_blocks()
         now.used_blocks = max(now.used_blocks, used)

@@ -483,6 +483,7 @@ def made_up_round(seconds, **changes):
     times = {"0": [1.0, 1.5, 2.5], "1": [2.0, 2.5, seconds]}
     figures = {
         "seconds": seconds,
+        "cpu_seconds": seconds / 2 + 1.0,
         "prefill_seconds": 1.0,
         "steps": 6,
         "prefill_steps": 2,
@@ -552,6 +553,8 @@ def test_figures_are_those_of_the_rounds(made_up_result):
     assert off["ratio"] == {"total": 1.0, "min": 1.0, "max": 1.0}
     # 10 s against 4 + 4 s; 4 against 4 and 6 against 4 in the rounds.
     assert kept["ratio"] == {"total": 1.25, "min": 1.0, "max": 1.5}
+    # Of processor time 7 s against 3 + 3.
+    assert kept["cpu_ratio"]["total"] == pytest.approx(7 / 6, rel=0.001)
     assert tight["arms"][1]["ratio"] == {"total": 2.5, "min": 2.0, "max": 3.0}
     assert off["ttft_s"] == {"median": 1.0, "p90": 2.0}
     # Gaps 0.5, 1, 0.5 and 1.5 or 3.5.
