@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -618,7 +617,6 @@ def main() -> None:
     else:
         apply_preset(args)
         common.set_environment()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         result = measure(args)
     common.write_result(args, result, draw)
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -312,7 +313,7 @@ class ServedArm:
         return value
 
 
-def take_turns(arms: list[ServedArm]) -> Any:
+def take_turns(arms: list[ServedArm]) -> Iterator[int]:
     """Step the arms until all are through; yields the tokens of each step.
 
     The next step is that of the arm with the smallest share done. So all of them end
@@ -340,8 +341,8 @@ def _serve(connection: Connection, spec: ArmSpec) -> None:
         while True:
             method, args = connection.recv()
             connection.send(("value", getattr(engine, method)(*args)))
-    except (EOFError, KeyboardInterrupt):
-        pass
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass  # the caller is gone, or on its way out
     except Exception:
         connection.send(("error", traceback.format_exc()))
     finally:
