@@ -9,32 +9,25 @@ minute changes it for all of them, and the ratio of the medians holds.
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import os
-import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import common
-from common import UsageError
-
-from keyformer_vllm.config import KeyformerConfig, KVPolicyError, parse_budget
-from keyformer_vllm.demo.model import default_model_dir
-
-EVICTION_OPS = (
-    "paged_attention_scored",
-    "score_keys",
-    "reset_slots",
-    "select_keep",
-    "compact_kv",
+from engines import (
+    ARM_SYNTAX,
+    EVICTION_OPS,
+    open_engine,
+    parse_arm,
+    random_prompt,
+    scheduler_of,
+    timed_ops,
 )
 
+from keyformer_vllm.demo.model import default_model_dir
 
 WARM_UP = 2
 """Decode steps that are not counted: the first evictions fall into them."""
@@ -49,9 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--arm",
         dest="arms",
         action="append",
-        help="off, or POLICY:BUDGET[:SETTING=VALUE,...], for example "
-        "keyformer:0.5:score_queries=stride:4 (default: off, keyformer:0.5 and "
-        "keyformer:0.25); the first arm is what the others are compared with",
+        help=f"{ARM_SYNTAX} (default: off, keyformer:0.5 and keyformer:0.25); "
+        "the first arm is what the others are compared with",
     )
     parser.add_argument("--phase", choices=("decode", "prefill"), default="decode")
     parser.add_argument("--requests", type=int, default=8)
@@ -70,93 +62,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arm(text: str) -> dict[str, Any] | None:
-    """Settings of an arm; None for stock vLLM.
-
-    Raises:
-        UsageError: when it is not spelled as the help says, or the server would
-            refuse it.
-    """
-    if text == "off":
-        return None
-    policy, _, rest = text.partition(":")
-    budget, _, settings = rest.partition(":")
-    try:
-        result: dict[str, Any] = {"policy": policy, "budget": parse_budget(budget)}
-    except ValueError:
-        raise UsageError(f"--arm {text}: {budget!r} is not a budget") from None
-    for setting in filter(None, settings.split(",")):
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise UsageError(f"--arm {text}: {setting!r} is not SETTING=VALUE")
-        try:
-            result[name] = json.loads(value)
-        except json.JSONDecodeError:
-            result[name] = value
-    try:
-        KeyformerConfig.from_mapping(result)
-    except KVPolicyError as error:
-        raise UsageError(f"--arm {text}: {error}") from None
-    return result
-
-
-@contextmanager
-def timed_ops(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds up the wall time of every eviction op that runs inside the block."""
-    from keyformer_vllm import ops
-
-    originals = {name: getattr(ops, name) for name in EVICTION_OPS}
-
-    def timed(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(op)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return op(*args, **kwargs)
-            finally:
-                seconds[name] += time.perf_counter() - started
-
-        return call
-
-    for name, op in originals.items():
-        setattr(ops, name, timed(name, op))
-    try:
-        yield
-    finally:
-        for name, op in originals.items():
-            setattr(ops, name, op)
-
-
 class Arm:
     """One engine with its requests, and what its steps took."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        from vllm import LLM
-
         self.name = name
         self.args = args
         self.seconds: list[float] = []
         self.op_seconds: dict[str, float] = defaultdict(float)
-        settings = parse_arm(name)
         blocks = -(-(args.prompt_len + args.steps + 64) // args.block_size)
-        extra: dict[str, Any] = {}
-        if settings is not None:
-            extra["additional_config"] = {"keyformer": settings}
-        llm = LLM(
-            model=str(args.model),
+        self.engine = open_engine(
+            args.model,
+            parse_arm(name),
+            num_blocks=args.requests * blocks + 1,
             dtype=args.dtype,
             block_size=args.block_size,
-            num_gpu_blocks_override=args.requests * blocks + 1,
             max_model_len=blocks * args.block_size,
             max_num_seqs=args.requests,
             max_num_batched_tokens=args.max_batched_tokens,
-            enable_prefix_caching=False,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            **extra,
         )
-        self.engine = llm.llm_engine
-        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.scheduler = scheduler_of(self.engine)
         self.vocab_size = self.engine.model_config.get_vocab_size()
         self.free_at_start = self.free_blocks()
 
@@ -166,10 +91,9 @@ class Arm:
     def add(self, request_id: str, new_tokens: int) -> None:
         from vllm import SamplingParams
 
-        draw = random.Random(f"{self.args.seed} {request_id}")
-        prompt = [
-            draw.randrange(3, self.vocab_size) for _ in range(self.args.prompt_len)
-        ]
+        prompt = random_prompt(
+            self.args.seed, request_id, self.args.prompt_len, self.vocab_size
+        )
         sampling = SamplingParams(
             temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
