@@ -34,6 +34,7 @@ BUDGET_BASES = ("prompt", "sequence")
 NOISES = ("gumbel", "none")
 SCORE_MODES = ("auto", "deferred", "step", "fused")
 SELECTIONS = ("token", "block")
+POSITIONS = ("original", "compact")
 
 _MAX_SHOWN = 60
 _MAX_TOKENS = 2**31 - 1
@@ -76,6 +77,8 @@ class KeyformerConfig:
             while it attends, in a kernel of our own. ``auto`` takes ``fused`` where
             that kernel is needed or was measured to be faster, and else ``deferred``.
         select: ``token``, or ``block`` for whole runs of 16 positions.
+        positions: what attention takes a token's position for: ``original``, or
+            ``compact``, its place among the tokens retained; only models with ALiBi.
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
             that nobody reads them; has no flag.
@@ -97,6 +100,7 @@ class KeyformerConfig:
     score_queries: str = "all"
     score_mode: str = "auto"
     select: str = "token"
+    positions: str = "original"
     trace: str | None = None
     poison_freed: bool = False
 
@@ -120,6 +124,7 @@ class KeyformerConfig:
         _parse_score_queries(self.score_queries)
         _check_choice("kv_score_mode", self.score_mode, SCORE_MODES)
         _check_choice("kv_select", self.select, SELECTIONS)
+        _check_choice("kv_positions", self.positions, POSITIONS)
         if self.trace is not None and (
             not isinstance(self.trace, str) or not self.trace
         ):
@@ -148,6 +153,11 @@ class KeyformerConfig:
         """Every how many prompt queries one scores; 1 for each of them."""
         kind, number = _parse_score_queries(self.score_queries)
         return number if kind == "stride" else 1
+
+    @property
+    def compact_positions(self) -> bool:
+        """Whether attention renumbers the tokens that it retains."""
+        return self.positions == "compact"
 
     def score_mode_for(self, has_alibi: bool, layout: str) -> str:
         """The score mode in use: ``auto`` made concrete for a model and a CPU.

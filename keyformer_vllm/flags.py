@@ -101,6 +101,13 @@ FLAGS = (
         "UNIT",
         "What is kept or dropped: token, or block (whole runs of 16 positions).",
     ),
+    Flag(
+        "positions",
+        str,
+        "WHICH",
+        "Positions that attention sees after an eviction: original, or compact "
+        "(renumbered; models with ALiBi only).",
+    ),
     Flag("trace", str, "FILE", "Write what was evicted to FILE, one JSON line each."),
 )
 

@@ -39,17 +39,21 @@ class Math:
     soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    place: bool = False
 
-    def per_query_head(self, num_query_heads: int) -> dict[str, torch.Tensor]:
+    def optional(self, batch: PagedBatch) -> dict[str, torch.Tensor]:
         """The optional arguments.
 
         Keys are up to 1,000 tokens away: the slopes are flat enough that more than one
         key counts. Sinks have both signs.
         """
+        num_query_heads = batch.spec.num_query_heads
         head = torch.arange(num_query_heads)
         made = {}
         if self.alibi:
             made["alibi_slopes"] = 2.0 ** (-4 - 8 * head / num_query_heads)
+        if self.place:
+            made["place"] = batch.place[0]
         if self.sinks:
             made["sinks"] = 4.0 * (-1.0) ** head + head
         return made
@@ -61,8 +65,10 @@ MATHS = {
     "noise-tau": Math(noise_key=-5, tau=1.7),
     "tau-cap": Math(tau=0.6, soft_cap=5.0),
     "alibi": Math(alibi=True),
+    "alibi-places": Math(alibi=True, place=True),
     "noise-sinks": Math(noise_key=8, sinks=True),
     "noise-tau-cap-alibi-sinks": Math(12, 1.3, 4.0, True, True),
+    "noise-tau-cap-alibi-sinks-places": Math(12, 1.3, 4.0, True, True, True),
 }
 
 
@@ -75,6 +81,7 @@ class PagedBatch:
     kv_cache: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, block_size, 2*D]
     score: torch.Tensor
     position: torch.Tensor
+    place: torch.Tensor
     block_table: torch.Tensor
     kv_lens: torch.Tensor
     query: torch.Tensor
@@ -180,6 +187,10 @@ def make_batch(spec: BatchSpec, seed: int = 0) -> PagedBatch:
         kv_cache=kv_cache,
         score=score,
         position=position,
+        # Strided otherwise than the position; behind a request lies what nobody knows.
+        place=torch.full((*position.shape[:-1], 96 + block_size), -(2**31)).int()[
+            ..., 32 : 32 + block_size
+        ],
         block_table=block_table,
         kv_lens=torch.tensor([kv for kv, _ in spec.lens], dtype=torch.int32),
         query=torch.empty(0),
@@ -211,6 +222,8 @@ def make_batch(spec: BatchSpec, seed: int = 0) -> PagedBatch:
             for _ in range(num_layers * num_kv_heads)
         ]
         batch.set_side(batch.position, request, torch.stack(per_head).view(shape))
+        ranks = [torch.randperm(kv_len, generator=generator) for _ in per_head]
+        batch.set_side(batch.place, request, torch.stack(ranks).view(shape))
     return batch
 
 
@@ -225,6 +238,7 @@ def dense_scores(
     soft_cap: float,
     dtype: torch.dtype,
     alibi_slopes: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Scores of each request from its plain tensors: [num_kv_heads, kv_len].
@@ -237,6 +251,7 @@ def dense_scores(
     for request, (kv_len, num_rows) in enumerate(spec.lens):
         begin = int(batch.query_start_loc[request])
         positions = batch.side(batch.position, request)[0]
+        biased = positions if place is None else batch.side(place[None], request)[0]
         tokens = torch.arange(begin, begin + num_rows)
         scored = tokens[tau[tokens] > 0]
         sees = kv_len - num_rows + (scored - begin) + 1
@@ -250,8 +265,8 @@ def dense_scores(
                 if soft_cap > 0:
                     x = soft_cap * torch.tanh(x / soft_cap)
                 if alibi_slopes is not None:
-                    here = batch.query_positions[scored, None]
-                    distance = (positions[kv_head] - here).to(dtype)
+                    here = batch.query_positions[scored] if place is None else sees - 1
+                    distance = (biased[kv_head] - here[:, None]).to(dtype)
                     x = x + alibi_slopes[query_head].to(dtype) * distance
                 if int(noise_keys[request]) != 0:
                     rows = noise.row_keys(
@@ -279,6 +294,7 @@ def dense_attention(
     soft_cap: float,
     dtype: torch.dtype,
     alibi_slopes: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain attention from the plain tensors: [num_tokens, num_query_heads, head_size].
@@ -302,12 +318,16 @@ def dense_attention(
         x *= scale
         if soft_cap > 0:
             x = soft_cap * torch.tanh(x / soft_cap)
+        sees = kv_len - num_rows + 1 + torch.arange(num_rows)
         if alibi_slopes is not None:
-            positions = batch.side(batch.position, request)[0]
-            distance = positions[:, None] - batch.query_positions[tokens, None]
+            if place is None:
+                biased = batch.side(batch.position, request)[0]
+                here = batch.query_positions[tokens]
+            else:
+                biased, here = batch.side(place[None], request)[0], sees - 1
+            distance = biased[:, None] - here[:, None]
             distance = distance.repeat_interleave(group, dim=0).to(dtype)
             x = x + alibi_slopes.to(dtype)[:, None, None] * distance
-        sees = kv_len - num_rows + 1 + torch.arange(num_rows)
         x = x.masked_fill(torch.arange(kv_len) >= sees[:, None], -torch.inf)
         if sinks is not None:
             column = sinks.to(dtype)[:, None, None].expand(-1, num_rows, 1)

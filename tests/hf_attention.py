@@ -49,6 +49,7 @@ class ExchangeableModel:
         # These have no exchangeable attention; they are patched below.
         config_type = _model_type(folder)
         patched = config_type in ("gptj", "bloom")
+        self.folder = folder
         self.model = load_as_served(folder, "eager" if patched else _ATTENTION)
         config = self.model.config
         self.num_layers: int = config.num_hidden_layers
@@ -106,12 +107,24 @@ def masked_attention(
     return weights @ value
 
 
-def alibi_bias(slopes: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
-    """[num_query_heads, n, n]: slope * (position of the key - that of the query)."""
+def alibi_bias(
+    slopes: torch.Tensor | None, mask: torch.Tensor, compact: bool = False
+) -> torch.Tensor | None:
+    """[num_query_heads, n, n]: slope * (position of the key - that of the query).
+
+    Args:
+        mask: bool [num_query_heads, n, n], keys that each query sees, itself included.
+        compact: number the keys that a query sees 0..m-1, itself m-1.
+    """
     if slopes is None:
         return None
-    position = torch.arange(mask.shape[-1])
-    return slopes[:, None, None] * (position - position[:, None])
+    if compact:
+        place = mask.cumsum(-1) - 1
+        distance = place - place.diagonal(dim1=-2, dim2=-1)[..., None]
+    else:
+        position = torch.arange(mask.shape[-1])
+        distance = position - position[:, None]
+    return slopes[:, None, None] * distance
 
 
 def _interface(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ def oracle_request(
         prompt_query_stride=config.score_query_stride,
         run_size=16 if config.select == "block" else 1,
         num_prefill_tokens=num_prefill_tokens,
+        compact_positions=config.compact_positions,
     )
 
 
@@ -130,7 +132,13 @@ class HFReference(ExchangeableModel):
 
     Args:
         folder: model folder; Llama, GPT-2, GPT-J or BLOOM.
+        positions: the setting of that name, for :meth:`masked_logprobs`; the oracle
+            reads it from its request.
     """
+
+    def __init__(self, folder: Path | str, positions: str = "original") -> None:
+        super().__init__(folder)
+        self.positions = positions
 
     def masked_logprobs(
         self, prompt: Sequence[int], tokens: Sequence[int], epochs: Sequence[Epoch]
@@ -159,7 +167,8 @@ class HFReference(ExchangeableModel):
                 masks: list[torch.Tensor] = masks,
             ) -> torch.Tensor:
                 mask = masks[layer]
-                bias = alibi_bias(self.alibi_slopes, mask)
+                compact = self.positions == "compact"
+                bias = alibi_bias(self.alibi_slopes, mask, compact)
                 return masked_attention(query, key, value, scale, mask, bias)
 
             logprobs = self.forward(computed, 0, attend).log_softmax(-1)

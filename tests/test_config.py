@@ -39,6 +39,7 @@ GOOD_VALUES = [
     *(("score_queries", value) for value in ("all", "last:1", "stride:1", "stride:4")),
     *(("score_mode", value) for value in ("auto", "deferred", "step", "fused")),
     *(("select", value) for value in ("token", "block")),
+    *(("positions", value) for value in ("original", "compact")),
     *(("trace", value) for value in (None, "trace.jsonl")),
     *(("poison_freed", value) for value in (True, False)),
 ]
@@ -62,6 +63,7 @@ BAD_VALUES = {
     ),
     "score_mode": ("", "Deferred", "lazy", None, 1),
     "select": ("", "Token", "head", None, 1),
+    "positions": ("", "Compact", "new", None, 1),
     "trace": ("", 1, [], {}),
     "poison_freed": (0, 1, "true", "", None, []),
 }
@@ -118,6 +120,7 @@ def test_defaults_are_the_documented_ones():
         "score_queries": "all",
         "score_mode": "auto",
         "select": "token",
+        "positions": "original",
         "trace": None,
         "poison_freed": False,
     }

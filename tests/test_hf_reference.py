@@ -20,19 +20,19 @@ from tests.models import SERVABLE
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=SERVABLE)
-def folder(request, tiny_model):
-    return tiny_model(request.param)
+@pytest.fixture(
+    scope="module",
+    params=[*((kind, "original") for kind in SERVABLE), ("bloom", "compact")],
+    ids="-".join,
+)
+def reference(request, tiny_model):
+    kind, positions = request.param
+    return HFReference(tiny_model(kind), positions)
 
 
-@pytest.fixture(scope="module")
-def reference(folder):
-    return HFReference(folder)
-
-
-def test_without_eviction_it_is_the_model(folder, reference):
+def test_without_eviction_it_is_the_model(reference):
     """Catches a reference that is wrong on its own, for example a lost scale."""
-    plain = load_as_served(folder)
+    plain = load_as_served(reference.folder)
     prompt, tokens = random_prompt(90, 1), random_prompt(10, 2)
     with torch.inference_mode():
         logits = plain(torch.tensor([[*prompt, *tokens]])).logits[0]
@@ -46,7 +46,9 @@ def test_masked_forward_equals_the_oracle_inside_the_model(reference):
 
     Catches a mask that starts a row late or early, or that mixes up heads or layers.
     """
-    config = KeyformerConfig("keyformer", budget=0.4, min_tokens=8)
+    config = KeyformerConfig(
+        "keyformer", budget=0.4, min_tokens=8, positions=reference.positions
+    )
     prompt = random_prompt(90, 1)
     request = oracle_request(config, len(prompt), 60, interval=16)
     tokens, layers = reference.oracle_run(prompt, 60, request)

@@ -70,8 +70,8 @@ void attend_range_of(const AttendRow& row, int64_t begin, int64_t end, const Ran
     for (int64_t j = end; j < padded; ++j) logits[j] = -INFINITY;
     logits += begin;
     if (row.alibi_slopes != nullptr) {
-      add_alibi(logits, padded - begin, row.alibi_slopes[h], row.query_position,
-                row.positions + begin);
+      add_alibi(logits, padded - begin, row.alibi_slopes[h], row.query_bias_position,
+                row.bias_positions + begin);
     }
     const float largest = row_max(logits, padded - begin);
     VecF sum = {};

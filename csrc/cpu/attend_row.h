@@ -31,10 +31,11 @@ struct AttendRow {
   const float* query;          // [num_heads, head_size]
   const float* alibi_slopes;   // [num_heads], nullptr: no bias
   const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
-  int32_t query_position;
-  // [num_keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs
-  // it
+  // Of this KV head, [num_keys, padded to whole chunks], for noise and for bias; only read where
+  // there is any.
   const int32_t* positions;
+  const int32_t* bias_positions;
+  int32_t query_bias_position;
   float* logits;       // [num_heads, row_stride]; later the weights of the score
   int64_t row_stride;  // multiple of kKeyChunk
 };

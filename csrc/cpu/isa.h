@@ -29,13 +29,15 @@ struct ScoreTile {
   const RowKey* row_keys;      // [num_rows, num_heads], nullptr: no noise
   const float* alibi_slopes;   // [num_heads], nullptr: no bias
   const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
-  const int32_t* query_positions;  // [num_rows]
-  // [keys, padded to whole chunks], of this KV head; nullptr where neither noise nor bias needs it
+  // Of this KV head, [keys, padded to whole chunks], for noise and for bias; only read where there
+  // is any.
   const int32_t* positions;
-  float* weights;       // [num_rows, num_heads, row_stride] scratch
-  float* inverse_sums;  // [num_rows, num_heads] scratch, of the weights
-  int64_t row_stride;   // multiple of 16
-  float* panel;         // [head_size, kKeyChunk] scratch
+  const int32_t* bias_positions;
+  const int32_t* query_bias_positions;  // [num_rows]
+  float* weights;                       // [num_rows, num_heads, row_stride] scratch
+  float* inverse_sums;                  // [num_rows, num_heads] scratch, of the weights
+  int64_t row_stride;                   // multiple of 16
+  float* panel;                         // [head_size, kKeyChunk] scratch
 };
 
 struct IsaKernels {

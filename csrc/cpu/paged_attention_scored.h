@@ -64,9 +64,9 @@ inline Plan make_plan(const ScoreKeysArgs& inputs) {
 
 // What the passes over one row of one unit hand to each other.
 struct UnitBuffers {
-  float* logits;       // [num_heads, max_keys]
-  float* results;      // [max_ranges] x RangeResult
-  int32_t* positions;  // [max_keys]
+  float* logits;                              // [num_heads, max_keys]
+  float* results;                             // [max_ranges] x RangeResult
+  score_keys_detail::KeyPositions positions;  // [max_keys]
 };
 
 class Attention {
@@ -105,14 +105,17 @@ class Attention {
 
   int64_t result_floats() const { return RangeResult::num_floats(group_, inputs_.cache.head_size); }
 
+  bool by_place() const { return inputs_.place.data != nullptr; }
+
   int64_t unit_floats() const {
-    return (group_ + 1) * plan_.max_keys + plan_.max_ranges * result_floats();
+    const int64_t key_positions = by_place() ? 2 : 1;
+    return (group_ + key_positions) * plan_.max_keys + plan_.max_ranges * result_floats();
   }
 
   UnitBuffers unit_buffers(float* base) const {
     float* results = base + group_ * plan_.max_keys;
-    float* positions = results + plan_.max_ranges * result_floats();
-    return {base, results, reinterpret_cast<int32_t*>(positions)};
+    auto* positions = reinterpret_cast<int32_t*>(results + plan_.max_ranges * result_floats());
+    return {base, results, {positions, by_place() ? positions + plan_.max_keys : positions}};
   }
 
   void run_whole(const ThreadPool& pool) const {
@@ -189,8 +192,10 @@ class Attention {
         inputs_.requests.block_table + item.request * inputs_.requests.block_table_stride;
     if (inputs_.alibi_slopes != nullptr) row.alibi_slopes = inputs_.alibi_slopes + kv_head * group_;
     if (inputs_.sinks != nullptr) row.sinks = inputs_.sinks + kv_head * group_;
-    row.query_position = static_cast<int32_t>(inputs_.query_positions[item.first_token + r]);
-    row.positions = buffers.positions;
+    row.positions = buffers.positions.noise;
+    row.bias_positions = buffers.positions.bias;
+    row.query_bias_position =
+        score_keys_detail::query_bias_position(inputs_, item.request, item.first_token + r);
     row.logits = buffers.logits;
     row.row_stride = plan_.max_keys;
     return row;
@@ -210,10 +215,8 @@ class Attention {
     }
     const int64_t begin = range * kRangeKeys;
     const int64_t end = std::min(begin + kRangeKeys, row.num_keys);
-    if (score_keys_detail::needs_positions(inputs_, item.request)) {
-      score_keys_detail::gather_positions(inputs_, item.request, kv_head, begin, end,
-                                          buffers.positions);
-    }
+    score_keys_detail::gather_positions(inputs_, item.request, kv_head, begin, end,
+                                        buffers.positions);
     const RangeResult result = RangeResult::at(buffers.results, range, group_, cache.head_size);
     kernels_.attend_range(row, begin, end, result, scratch.weights.data());
   }

@@ -27,6 +27,7 @@ struct ScoreKeysArgs {
   PagedCache cache;  // one layer
   SideView<float> score;
   SideView<const int32_t> position;
+  SideView<const int32_t> place;  // no data: the bias is taken from `position`
   RequestBatch requests;
   int64_t max_blocks;
   const int32_t* query_start_loc;  // [num_reqs + 1]
@@ -91,25 +92,38 @@ inline int64_t checked_kv_len(const ScoreKeysArgs& args, int64_t request, const 
   return kv_len;
 }
 
-// Noise and bias are functions of the stored positions.
-inline bool needs_positions(const ScoreKeysArgs& args, int64_t request) {
-  return args.noise_keys[request] != 0 || args.alibi_slopes != nullptr;
+inline int64_t visible_keys(const ScoreKeysArgs& args, int64_t request, int64_t token) {
+  return args.requests.kv_lens[request] - args.query_start_loc[request + 1] + token + 1;
 }
 
-// Stored positions of keys [begin, end) of a request, whole chunks; `begin` starts one.
+// A query is the last of the keys that it sees.
+inline int32_t query_bias_position(const ScoreKeysArgs& args, int64_t request, int64_t token) {
+  return static_cast<int32_t>(args.place.data != nullptr ? visible_keys(args, request, token) - 1
+                                                         : args.query_positions[token]);
+}
+
+// Where noise and bias find what they are functions of; one buffer where both use the same.
+struct KeyPositions {
+  int32_t* noise;
+  int32_t* bias;
+};
+
+// Copies what is needed of keys [begin, end) of a request, whole chunks; `begin` starts one.
 inline void gather_positions(const ScoreKeysArgs& args, int64_t request, int64_t kv_head,
-                             int64_t begin, int64_t end, int32_t* positions) {
+                             int64_t begin, int64_t end, const KeyPositions& keys) {
   const int32_t* block_table =
       args.requests.block_table + request * args.requests.block_table_stride;
   const int64_t block_size = args.cache.block_size;
-  for (int64_t j = begin; j < end; j += kKeyChunk) {
-    const int32_t* source = args.position.at(0, block_table[j / block_size], kv_head);
-    std::copy_n(source + j % block_size, kKeyChunk, positions + j);
-  }
-}
-
-inline int64_t visible_keys(const ScoreKeysArgs& args, int64_t request, int64_t token) {
-  return args.requests.kv_lens[request] - args.query_start_loc[request + 1] + token + 1;
+  const auto gather = [&](const SideView<const int32_t>& side, int32_t* target) {
+    for (int64_t j = begin; j < end; j += kKeyChunk) {
+      const int32_t* source = side.at(0, block_table[j / block_size], kv_head);
+      std::copy_n(source + j % block_size, kKeyChunk, target + j);
+    }
+  };
+  const bool has_bias = args.alibi_slopes != nullptr;
+  const bool by_place = args.place.data != nullptr;
+  if (args.noise_keys[request] != 0 || (has_bias && !by_place)) gather(args.position, keys.noise);
+  if (has_bias && by_place) gather(args.place, keys.bias);
 }
 
 // Rows of a tile: as many as the scratch allows, tiles of about equal size, and no half-empty
@@ -169,8 +183,9 @@ struct WorkerScratch {
   Scratch<float> query;
   Scratch<float> tau;
   Scratch<int32_t> visible;
-  Scratch<int32_t> query_positions;
+  Scratch<int32_t> query_bias_positions;
   Scratch<int32_t> positions;
+  Scratch<int32_t> places;
   Scratch<RowKey> row_keys;
 };
 
@@ -184,8 +199,9 @@ class Worker {
     scratch_.query.reserve(plan.max_vectors * args.cache.head_size);
     scratch_.tau.reserve(kMaxTileRows);
     scratch_.visible.reserve(kMaxTileRows);
-    scratch_.query_positions.reserve(kMaxTileRows);
+    scratch_.query_bias_positions.reserve(kMaxTileRows);
     scratch_.positions.reserve(plan.max_keys);
+    if (args.place.data != nullptr) scratch_.places.reserve(plan.max_keys);
     scratch_.row_keys.reserve(plan.max_vectors);
   }
 
@@ -225,7 +241,7 @@ class Worker {
       scratch_.tau.data()[r] = args_.tau[tokens[r]];
       scratch_.visible.data()[r] =
           static_cast<int32_t>(visible_keys(args_, item.request, tokens[r]));
-      scratch_.query_positions.data()[r] = static_cast<int32_t>(args_.query_positions[tokens[r]]);
+      scratch_.query_bias_positions.data()[r] = query_bias_position(args_, item.request, tokens[r]);
       for (int64_t h = 0; h < group; ++h) {
         const int64_t query_head = kv_head * group + h;
         const int64_t offset =
@@ -240,11 +256,10 @@ class Worker {
     }
     const int32_t* block_table =
         args_.requests.block_table + item.request * args_.requests.block_table_stride;
-    const bool has_positions = needs_positions(args_, item.request);
-    if (has_positions) {
-      gather_positions(args_, item.request, kv_head, 0, scratch_.visible.data()[num_rows - 1],
-                       scratch_.positions.data());
-    }
+    int32_t* positions = scratch_.positions.data();
+    int32_t* bias_positions = args_.place.data != nullptr ? scratch_.places.data() : positions;
+    gather_positions(args_, item.request, kv_head, 0, scratch_.visible.data()[num_rows - 1],
+                     {positions, bias_positions});
     ScoreTile tile{};
     tile.head_size = cache.head_size;
     tile.block_size = cache.block_size;
@@ -263,8 +278,9 @@ class Worker {
     tile.row_keys = noise_key != 0 ? scratch_.row_keys.data() : nullptr;
     if (args_.alibi_slopes != nullptr) tile.alibi_slopes = args_.alibi_slopes + kv_head * group;
     if (args_.sinks != nullptr) tile.sinks = args_.sinks + kv_head * group;
-    tile.query_positions = scratch_.query_positions.data();
-    tile.positions = has_positions ? scratch_.positions.data() : nullptr;
+    tile.positions = positions;
+    tile.bias_positions = bias_positions;
+    tile.query_bias_positions = scratch_.query_bias_positions.data();
     tile.weights = scratch_.weights.data();
     tile.inverse_sums = scratch_.inverse_sums.data();
     tile.row_stride = item.row_stride;

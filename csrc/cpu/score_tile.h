@@ -239,7 +239,8 @@ void compute_tile(const ScoreTile& tile) {
       float* row = tile.weights + vector * tile.row_stride;
       for (int64_t j = visible; j < padded; ++j) row[j] = -INFINITY;
       if (tile.alibi_slopes != nullptr) {
-        add_alibi(row, padded, tile.alibi_slopes[h], tile.query_positions[r], tile.positions);
+        add_alibi(row, padded, tile.alibi_slopes[h], tile.query_bias_positions[r],
+                  tile.bias_positions);
       }
       const RowKey* key = tile.row_keys != nullptr ? tile.row_keys + vector : nullptr;
       const float sink = tile.sinks != nullptr ? tile.sinks[h] : -INFINITY;

@@ -16,6 +16,7 @@
 #include "compact_kv.h"
 #include "isa.h"
 #include "paged_attention_scored.h"
+#include "renumber_slots.h"
 #include "reset_slots.h"
 #include "score_keys.h"
 #include "select_keep.h"
@@ -168,8 +169,9 @@ keyformer::ScoreKeysArgs score_keys_args(
     const Tensor& query, const Tensor& kv_cache, const Tensor& score, const Tensor& position,
     const Tensor& block_table, const Tensor& kv_lens, const Tensor& query_start_loc,
     const Tensor& query_positions, const Tensor& tau, const Tensor& noise_keys,
-    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
-    int64_t layer_index, int64_t first_query_head, double scale, double soft_cap, int64_t layout) {
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& place,
+    const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head, double scale,
+    double soft_cap, int64_t layout) {
   keyformer::ScoreKeysArgs args{};
   args.cache = paged_cache(kv_cache, 0, layout);
   args.element_type = element_type(kv_cache, layout);
@@ -185,6 +187,9 @@ keyformer::ScoreKeysArgs score_keys_args(
   args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
   check_side_size("score", score, kv_cache);
   args.position = side_view<const int32_t>("position", position, ScalarType::Int, 0, &score);
+  if (place.has_value()) {
+    args.place = side_view<const int32_t>("place", *place, ScalarType::Int, 0, &score);
+  }
   args.requests = request_batch(block_table, kv_lens);
   args.max_blocks = block_table.size(1);
   const int64_t num_reqs = args.requests.num_reqs;
@@ -207,11 +212,13 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
                 const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
                 const Tensor& query_start_loc, const Tensor& query_positions, const Tensor& tau,
                 const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
-                const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head,
-                double scale, double soft_cap, int64_t layout) {
-  const auto args = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
-                                    query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
-                                    sinks, layer_index, first_query_head, scale, soft_cap, layout);
+                const std::optional<Tensor>& place, const std::optional<Tensor>& sinks,
+                int64_t layer_index, int64_t first_query_head, double scale, double soft_cap,
+                int64_t layout) {
+  const auto args =
+      score_keys_args(query, kv_cache, score, position, block_table, kv_lens, query_start_loc,
+                      query_positions, tau, noise_keys, alibi_slopes, place, sinks, layer_index,
+                      first_query_head, scale, soft_cap, layout);
   keyformer::score_keys(args, active_kernels(), torch_pool());
 }
 
@@ -220,13 +227,14 @@ void paged_attention_scored(const Tensor& output, const Tensor& query, const Ten
                             const Tensor& kv_lens, const Tensor& query_start_loc,
                             const Tensor& query_positions, const Tensor& tau,
                             const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
-                            const std::optional<Tensor>& sinks, int64_t layer_index,
-                            int64_t first_query_head, double scale, double soft_cap,
-                            int64_t layout) {
+                            const std::optional<Tensor>& place, const std::optional<Tensor>& sinks,
+                            int64_t layer_index, int64_t first_query_head, double scale,
+                            double soft_cap, int64_t layout) {
   keyformer::PagedAttentionScoredArgs args{};
-  args.inputs = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
-                                query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
-                                sinks, layer_index, first_query_head, scale, soft_cap, layout);
+  args.inputs =
+      score_keys_args(query, kv_cache, score, position, block_table, kv_lens, query_start_loc,
+                      query_positions, tau, noise_keys, alibi_slopes, place, sinks, layer_index,
+                      first_query_head, scale, soft_cap, layout);
   check_tensor("output", output, query.scalar_type(), 3);
   for (int64_t dim = 0; dim < 3; ++dim) check_size("output", output, dim, query.size(dim));
   args.output = static_cast<char*>(output.data_ptr());
@@ -249,6 +257,20 @@ void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot
       vector_data<int64_t>("slot_mapping", slot_mapping, ScalarType::Long, args.num_tokens);
   args.positions = vector_data<int64_t>("positions", positions, ScalarType::Long, args.num_tokens);
   keyformer::reset_slots(args, torch_pool());
+}
+
+void renumber_slots(const Tensor& place, const Tensor& position, const Tensor& block_table,
+                    const Tensor& kv_lens) {
+  keyformer::RenumberSlotsArgs args{};
+  args.place = side_view<int32_t>("place", place, ScalarType::Int, 1, nullptr);
+  args.position = side_view<const int32_t>("position", position, ScalarType::Int, 1, &place);
+  args.num_layers = place.size(0);
+  args.num_blocks = place.size(1);
+  args.num_kv_heads = place.size(2);
+  args.block_size = place.size(3);
+  args.requests = request_batch(block_table, kv_lens);
+  args.max_blocks = block_table.size(1);
+  keyformer::renumber_slots(args, torch_pool());
 }
 
 Tensor select_keep(const Tensor& score, const Tensor& position, const Tensor& block_table,
@@ -346,16 +368,21 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
   m.def(
       "score_keys(Tensor query, Tensor kv_cache, Tensor(a!) score, Tensor position, "
       "Tensor block_table, Tensor kv_lens, Tensor query_start_loc, Tensor query_positions, "
-      "Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? sinks, int layer_index, "
+      "Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? place, Tensor? sinks, int "
+      "layer_index, "
       "int first_query_head, float scale, float soft_cap, int layout) -> ()");
   m.def(
       "paged_attention_scored(Tensor(a!) output, Tensor query, Tensor kv_cache, Tensor(b!) score, "
       "Tensor position, Tensor block_table, Tensor kv_lens, Tensor query_start_loc, "
-      "Tensor query_positions, Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? sinks, "
+      "Tensor query_positions, Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? place, "
+      "Tensor? sinks, "
       "int layer_index, int first_query_head, float scale, float soft_cap, int layout) -> ()");
   m.def(
       "reset_slots(Tensor(a!) score, Tensor(b!) position, Tensor slot_mapping, "
       "Tensor positions) -> ()");
+  m.def(
+      "renumber_slots(Tensor(a!) place, Tensor position, Tensor block_table, Tensor kv_lens) "
+      "-> ()");
   m.def(
       "select_keep(Tensor score, Tensor position, Tensor block_table, Tensor kv_lens, "
       "Tensor num_evict, Tensor num_sinks, Tensor recent_start, Tensor run_size, Tensor random, "
@@ -375,6 +402,7 @@ STABLE_TORCH_LIBRARY_IMPL(keyformer, CPU, m) {
   m.impl("score_keys", TORCH_BOX(&score_keys));
   m.impl("paged_attention_scored", TORCH_BOX(&paged_attention_scored));
   m.impl("reset_slots", TORCH_BOX(&reset_slots));
+  m.impl("renumber_slots", TORCH_BOX(&renumber_slots));
   m.impl("select_keep", TORCH_BOX(&select_keep));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
   m.impl("draw_noise", TORCH_BOX(&draw_noise));

@@ -15,6 +15,7 @@ from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
 from keyformer_vllm.adapters.score_batch import ScoreBatch
+from keyformer_vllm.config import KeyformerConfig
 
 
 @dataclass
@@ -26,6 +27,7 @@ class LayerSide:
         first_query_head: index of this rank's first query head in the model.
         score: float32 ``[num_blocks, num_kv_heads, block_size]``.
         position: int32, same shape.
+        place: int32, same shape; None: the bias, if any, goes by position.
         layout: packing of K and V inside a block.
         ring: the layer's waiting queries (``QueryRing.layer``); None: none wait.
     """
@@ -34,6 +36,7 @@ class LayerSide:
     first_query_head: int
     score: torch.Tensor
     position: torch.Tensor
+    place: torch.Tensor | None
     layout: str
     ring: torch.Tensor | None
 
@@ -56,6 +59,21 @@ class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         return KeyformerSpec.from_full_attention(spec)
+
+
+class CompactPositionsCPUBackend(KeyformerCPUBackend):
+    """The same with room for places in the pages."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return KeyformerSpec.from_full_attention(spec, has_places=True)
+
+
+def backend_for(config: KeyformerConfig) -> type[KeyformerCPUBackend]:
+    """The backend that a policy's layers must be on."""
+    return (
+        CompactPositionsCPUBackend if config.compact_positions else KeyformerCPUBackend
+    )
 
 
 class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -119,6 +137,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
         """What the scoring operators need to know of this layer in every step."""
         return {
             "alibi_slopes": self.alibi_slopes,
+            "place": side.place,
             "layer_index": side.layer_index,
             "first_query_head": side.first_query_head,
             "scale": self.scale,
@@ -204,7 +223,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 @contextmanager
-def cpu_backend_override() -> Iterator[None]:
+def cpu_backend_override(config: KeyformerConfig) -> Iterator[None]:
     """Make layers built inside the block use our backend, and only those.
 
     The CPU platform ignores ``--attention-backend``, so the registry entry behind
@@ -213,7 +232,7 @@ def cpu_backend_override() -> Iterator[None]:
     entry = compat.AttentionBackendEnum.CPU_ATTN
     overrides = compat.backend_overrides
     before = overrides.get(entry)
-    overrides[entry] = f"{__name__}.{KeyformerCPUBackend.__qualname__}"
+    overrides[entry] = f"{__name__}.{backend_for(config).__qualname__}"
     compat.cached_attn_backend.cache_clear()
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache spec whose pages carry a score and a position beside each K and V."""
+"""KV cache spec whose pages carry scores and positions beside K and V."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keyformer_vllm.ops.layout import page_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class KeyformerSpec(compat.FullAttentionSpec):  # type: ignore[misc]
-    """Full attention whose page ends in side data: score and position per slot.
+    """Full attention whose page ends in side data: score, position, perhaps place.
 
     The side data is page padding to vLLM (``page_size_padded``), so its own
     accounting of blocks, memory and concurrency includes it. See
@@ -21,11 +21,12 @@ class KeyformerSpec(compat.FullAttentionSpec):  # type: ignore[misc]
     """
 
     @classmethod
-    def from_full_attention(cls, spec: Any) -> KeyformerSpec:
+    def from_full_attention(cls, spec: Any, has_places: bool = False) -> KeyformerSpec:
         """The spec of a plain full-attention layer, with room for side data.
 
         Args:
             spec: the layer's ``FullAttentionSpec``.
+            has_places: whether slots also carry a place, for compact positions.
 
         Raises:
             RuntimeError: when the layer is anything but plain full attention.
@@ -53,7 +54,11 @@ class KeyformerSpec(compat.FullAttentionSpec):  # type: ignore[misc]
             )
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
         values["page_size_padded"] = page_bytes(
-            spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype.itemsize
+            spec.num_kv_heads,
+            spec.block_size,
+            spec.head_size,
+            spec.dtype.itemsize,
+            has_places,
         )
         return cls(**values)
 

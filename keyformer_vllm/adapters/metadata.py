@@ -89,7 +89,7 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             **vars(base), num_step_tokens=common.num_actual_tokens
         )
         if table.column("tracked")[rows].any():
-            _reset_slots(common, runtime)
+            _reset_slots(common, runtime, evicted, lengths)
             self._plan_scoring(common, runtime, rows, lengths, own, metadata)
         if own.any():
             metadata.own = _own_attention(common, runtime, rows, own, rest)
@@ -227,11 +227,21 @@ def _own_attention(
     return OwnAttention(batch, None if rest is None else tokens, rest)
 
 
-def _reset_slots(common: Any, runtime: WorkerRuntime) -> None:
+def _reset_slots(
+    common: Any,
+    runtime: WorkerRuntime,
+    evicted: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+) -> None:
     """Start the side data of the step's slots.
 
     Its blocks are handed out and nobody has read them yet. Recycled blocks are not
     zeroed by vLLM, and a stale score would live on.
     """
     num_tokens = common.num_actual_tokens
-    runtime.reset_slots(common.slot_mapping[:num_tokens], common.positions[:num_tokens])
+    positions = common.positions[:num_tokens]
+    places = None
+    if runtime.place is not None:
+        gone = np.repeat(evicted * runtime.block_size, lengths)
+        places = positions - torch.from_numpy(gone)
+    runtime.reset_slots(common.slot_mapping[:num_tokens], positions, places)

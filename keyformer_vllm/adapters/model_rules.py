@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.rules import (
     BLOCK_SIZE_UNIT,
@@ -263,6 +264,13 @@ def _ring_too_large(config: Any) -> str | None:
     )
 
 
+def _nothing_to_renumber(config: Any) -> str | None:
+    policy = config_from_additional(config.additional_config)
+    if policy is None or not policy.compact_positions or compat.uses_alibi(config):
+        return None
+    return f"--kv-positions compact for {_model(config, 'no ALiBi')}"
+
+
 OUTCOME_RULES = (
     Rule(
         "non-causal",
@@ -318,5 +326,11 @@ OUTCOME_RULES = (
         "set VLLM_USE_V2_MODEL_RUNNER=0 or drop --kv-policy",
     ),
     Rule("replaced class", _replaced_class, OWN_CLASS),
+    Rule(
+        "compact positions",
+        _nothing_to_renumber,
+        "only an ALiBi bias can follow new positions; keys and embeddings keep theirs",
+        "use --kv-positions original or a model with ALiBi",
+    ),
     Rule("query ring", _ring_too_large, "no memory is left for the cache", REMEDY),
 )

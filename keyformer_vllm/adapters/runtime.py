@@ -11,7 +11,7 @@ import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.adapters.backend import KeyformerCPUBackend, LayerSide
+from keyformer_vllm.adapters.backend import LayerSide, backend_for
 from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.request_table import RequestTable
@@ -22,11 +22,12 @@ from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.ops.layout import (
     LAYOUTS,
     page_bytes,
+    place_view,
     probe_layout,
     side_views,
 )
 
-POISON_KEY, POISON_VALUE = float("nan"), 1e4
+POISON_KEY, POISON_VALUE, POISON_PLACE = float("nan"), 1e4, 2**30
 """What freed blocks hold under ``poison_freed``. V stays finite: a freed block soon
 is another request's last one, and vLLM's attention multiplies the V of slots behind a
 request's end with a weight of zero, which NaN and infinity would survive (their K it
@@ -57,7 +58,7 @@ class WorkerRuntime:
         foreign = [
             name
             for name, layer in layers.items()
-            if layer.get_attn_backend() is not KeyformerCPUBackend
+            if layer.get_attn_backend() is not backend_for(config)
         ]
         if foreign or not layers:
             raise RuntimeError(
@@ -67,13 +68,16 @@ class WorkerRuntime:
         self.kv_pages = _stack_layers(list(layers.values()))
         self.block_size = self.kv_pages.shape[3]
         self.score, self.position = side_views(self.kv_pages)
+        self.place: torch.Tensor | None = None
+        if config.compact_positions:
+            self.place = place_view(self.kv_pages)
         self.layout = _layout_of(list(layers.values()))
         if self.layout != compat.cpu_cache_layout(vllm_config):
             raise RuntimeError(
                 f"vLLM packed its cache as {self.layout!r}, not as the "
                 f"{compat.cpu_cache_layout(vllm_config)!r} that was planned with"
             )
-        _probe(self.kv_pages, self.layout)
+        _probe(self.kv_pages, self.layout, config.compact_positions)
         first_impl = next(iter(layers.values())).impl
         tp_rank = compat.get_tensor_model_parallel_rank()
         first_query_head = tp_rank * first_impl.num_heads
@@ -98,6 +102,7 @@ class WorkerRuntime:
                 first_query_head=first_query_head,
                 score=self.score[index],
                 position=self.position[index],
+                place=None if self.place is None else self.place[index],
                 layout=self.layout,
                 ring=self.ring.layer(index) if self.ring is not None else None,
             )
@@ -143,11 +148,7 @@ class WorkerRuntime:
         """Select and compact all layers and heads of all due requests."""
         entries = list(evictions.values())
         rows = self.table.rows_of(list(evictions))
-        width = max(len(entry.block_ids) for entry in entries)
-        block_table = torch.tensor(
-            [e.block_ids + [0] * (width - len(e.block_ids)) for e in entries],
-            dtype=torch.int32,
-        )
+        block_table = _block_table([entry.block_ids for entry in entries])
         counts = torch.tensor(
             [
                 (c.kv_len_before, c.num_evict, c.num_sinks, c.recent_start)
@@ -184,10 +185,26 @@ class WorkerRuntime:
             layout=self.layout,
             impl="cpu",
         )
+        if self.place is not None:
+            self._renumber(entries)
         if self.config.poison_freed:
             self.poison_blocks(
                 block for entry in entries for block in self._blocks(entry)[0]
             )
+
+    def _renumber(self, entries: list[EvictionEntry]) -> None:
+        """Give the survivors of evictions their places among each other.
+
+        Queries that waited were scored before, under the places they attended with.
+        """
+        survivors = [self._blocks(entry)[1] for entry in entries]
+        ops.renumber_slots(
+            self.place,
+            self.position,
+            _block_table(survivors),
+            torch.tensor([e.counts.kv_len for e in entries], dtype=torch.int32),
+            impl="cpu",
+        )
 
     def score_waiting(
         self,
@@ -227,20 +244,31 @@ class WorkerRuntime:
             query = ring.layer(index).index_select(0, places)
             impl.add_scores(query, self.kv_pages[index], batch)
 
-    def reset_slots(self, slot_mapping: torch.Tensor, positions: torch.Tensor) -> None:
+    def reset_slots(
+        self,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor | None,
+    ) -> None:
         """Start the side data of the slots that a step is about to write.
 
         Args:
             slot_mapping: int64 ``[num_tokens]``.
             positions: int64 ``[num_tokens]``, logical.
+            places: int64 ``[num_tokens]``, tokens that the request holds before each
+                of these; only with compact positions.
         """
         ops.reset_slots(self.score, self.position, slot_mapping, positions, impl="cpu")
+        if self.place is not None:
+            assert places is not None
+            # The score is new as well; to set it to 0 twice does no harm.
+            ops.reset_slots(self.score, self.place, slot_mapping, places, impl="cpu")
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
         """Overwrite blocks, so that whoever still reads them shows it.
 
         Args:
-            block_ids: blocks of the pool; K, V, score and position are mutated.
+            block_ids: blocks of the pool; K, V and side data are mutated.
         """
         blocks = torch.tensor(list(block_ids))
         # K fills the first half of a head's part of a page in every layout.
@@ -249,6 +277,8 @@ class WorkerRuntime:
         self.kv_pages[..., half:, :].index_fill_(1, blocks, POISON_VALUE)
         self.score.index_fill_(1, blocks, float("nan"))
         self.position.index_fill_(1, blocks, -1)
+        if self.place is not None:
+            self.place.index_fill_(1, blocks, POISON_PLACE)
 
     def kept_positions(self, entry: EvictionEntry) -> list[list[list[int]]]:
         """Positions a request retains right after an eviction.
@@ -302,6 +332,14 @@ def _stack_layers(layers: list[Any]) -> torch.Tensor:
     )
 
 
+def _block_table(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of blocks as int32 ``[num_reqs, max_blocks]``, filled up with 0."""
+    width = max(len(row) for row in rows)
+    return torch.tensor(
+        [row + [0] * (width - len(row)) for row in rows], dtype=torch.int32
+    )
+
+
 def _layout_of(layers: list[Any]) -> str:
     layouts = {layer.isa for layer in layers}
     if len(layouts) != 1 or not layouts <= set(LAYOUTS):
@@ -313,12 +351,13 @@ def _layout_of(layers: list[Any]) -> str:
     return layout
 
 
-def _probe(kv_pages: torch.Tensor, layout: str) -> None:
+def _probe(kv_pages: torch.Tensor, layout: str, has_places: bool) -> None:
     """Write tokens with vLLM's own op and read them back through our views."""
     _, _, num_kv_heads, block_size, width = kv_pages.shape
     head_size = width // 2
-    page = page_bytes(num_kv_heads, block_size, head_size, kv_pages.element_size())
-    found = kv_pages.stride(1) * kv_pages.element_size()
+    element_size = kv_pages.element_size()
+    page = page_bytes(num_kv_heads, block_size, head_size, element_size, has_places)
+    found = kv_pages.stride(1) * element_size
     if found != page:
         raise RuntimeError(
             f"KV pages are {found} bytes apart, side data was planned for {page}"

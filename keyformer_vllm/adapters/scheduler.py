@@ -28,6 +28,7 @@ from keyformer_vllm.config import KeyformerConfig, config_from_additional
 from keyformer_vllm.core.capacity import estimate_capacity
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
+from keyformer_vllm.ops.layout import PLACE_BYTES_PER_SLOT
 
 logger = compat.plugin_logger(__name__)
 
@@ -146,6 +147,10 @@ def describe_policy(
     assert isinstance(spec, KeyformerSpec), type(spec)
     block_size = spec.block_size
     side = spec.page_size_bytes - spec.unpadded_page_size_bytes
+    places = ""
+    if config.compact_positions:
+        num_bytes = spec.num_kv_heads * block_size * PLACE_BYTES_PER_SLOT
+        places = f", {num_bytes} of them for positions compact"
     max_model_len = vllm_config.model_config.max_model_len
     scheduling = vllm_config.scheduler_config
     capacity = estimate_capacity(
@@ -177,7 +182,8 @@ def describe_policy(
         f"KV policy {config.policy}: budget {config.budget} {what} "
         f"(at least {config.min_tokens} tokens), {choice}; "
         f"block size {block_size}, side data {side} bytes "
-        f"per block and layer ({100 * side / spec.page_size_bytes:.1f} % of a page); "
+        f"per block and layer{places} "
+        f"({100 * side / spec.page_size_bytes:.1f} % of a page); "
         f"{ring}"
         f"{max_model_len}-token requests running at once: {capacity.running}, "
         f"{capacity.running_without_eviction} without eviction{cap}"

@@ -28,7 +28,7 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with cpu_backend_override():
+        with cpu_backend_override(self._kv_config):
             super().load_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:

@@ -40,6 +40,8 @@ class OracleRequest:
         run_size: 1 selects tokens, 16 whole runs of 16 positions.
         num_prefill_tokens: tokens computed before the first decode step; more than
             the prompt for a request that was preempted and resumed. None: the prompt.
+        compact_positions: take an ALiBi bias as if the retained tokens were numbered
+            0..m-1 and the query m-1, not from original positions.
         frozen_key_set: reproduce the authors' reference code instead of the paper:
             the token that leaves the recent window is dropped at once instead of
             becoming a candidate, so the key set never changes after the prompt.
@@ -55,6 +57,7 @@ class OracleRequest:
     prompt_query_stride: int = 1
     run_size: int = 1
     num_prefill_tokens: int | None = None
+    compact_positions: bool = False
     frozen_key_set: bool = False
 
     def __post_init__(self) -> None:
@@ -101,8 +104,8 @@ class OracleLayer:
         scale: factor of q . k.
         soft_cap: > 0: logits are bounded to cap * tanh(x / cap).
         first_query_head: index of the first query head in the whole model.
-        alibi_slopes: float32 [num_query_heads]: bias by distance in original
-            positions, of output and score; None: none.
+        alibi_slopes: float32 [num_query_heads]: bias by distance, of output and score;
+            in original positions unless the request says otherwise. None: none.
 
     Attributes, for inspection; never mutate them:
         num_tokens: tokens computed so far (logical).
@@ -192,14 +195,15 @@ class OracleLayer:
     def _output(
         self, query: torch.Tensor, query_position: torch.Tensor
     ) -> torch.Tensor:
+        query_place, key_place = self._places(query_position)
         logits = attention_logits(
             query,
             self.key,
             self.scale,
             self.soft_cap,
             alibi_slopes=self.alibi_slopes,
-            query_position=query_position,
-            key_position=self.position,
+            query_position=query_place,
+            key_position=key_place,
         )
         # The new tokens are the last ones held: row r sees all but those after it.
         num_new, first_new = query.shape[1], self.kv_len - query.shape[1]
@@ -233,6 +237,7 @@ class OracleLayer:
             request.last_prompt_queries,
             request.prompt_query_stride,
         )
+        query_place, key_place = self._places(query_position)
         first_new = self.kv_len - len(query_position)
         for row in scored.nonzero().flatten().tolist():
             num_visible = first_new + row + 1
@@ -248,7 +253,20 @@ class OracleLayer:
                 scale=self.scale,
                 soft_cap=self.soft_cap,
                 alibi_slopes=self.alibi_slopes,
+                query_place=query_place[row : row + 1],
+                key_place=key_place[:, :num_visible],
             )[:, 0]
+
+    def _places(
+        self, query_position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a bias takes distances in, of the newest tokens and of all retained."""
+        if not self.request.compact_positions:
+            return query_position, self.position
+        # Tokens are held in ascending order.
+        place = torch.arange(self.kv_len)
+        newest = place[self.kv_len - len(query_position) :]
+        return newest, place.expand(self.num_kv_heads, -1)
 
     def _evict_if_due(self) -> None:
         retention = self.request.retention

@@ -185,6 +185,8 @@ def score_rows(
     scale: float,
     soft_cap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    query_place: torch.Tensor | None = None,
+    key_place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute what each query row adds to the score of each key.
@@ -203,6 +205,8 @@ def score_rows(
         scale, soft_cap: see `attention_logits`.
         alibi_slopes, sinks: float32 [num_query_heads], see `attention_logits` and
             `noisy_softmax`; None: the model has none.
+        query_place, key_place: int, shapes of the positions: what the bias is taken
+            from in their stead, as if tokens were renumbered. None: the positions.
 
     Returns:
         [num_kv_heads, num_rows, num_keys], dtype of `query`; mutates nothing.
@@ -214,8 +218,8 @@ def score_rows(
         scale,
         soft_cap,
         alibi_slopes=alibi_slopes,
-        query_position=query_position,
-        key_position=key_position,
+        query_position=query_position if query_place is None else query_place,
+        key_position=key_position if key_place is None else key_place,
     )
     gumbel = None
     if noise_key != noise.NO_NOISE:

@@ -15,6 +15,7 @@ __all__ = [
     "IMPLS",
     "compact_kv",
     "paged_attention_scored",
+    "renumber_slots",
     "require_impl",
     "reset_slots",
     "score_keys",
@@ -53,6 +54,7 @@ def score_keys(
     noise_keys: torch.Tensor,
     *,
     alibi_slopes: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     layer_index: int,
     first_query_head: int,
@@ -86,6 +88,10 @@ def score_keys(
         alibi_slopes: [num_query_heads] float32; adds slope * (stored position of the
             key - position of the query) to the logit, after the soft cap. None: no
             bias.
+        place: int32, shape of `score`: as if tokens were renumbered, the bias is
+            slope * (place of the key - place of the query), a query being the last of
+            the keys it sees: number of these - 1. Noise stays keyed by `position`.
+            None: the bias is taken from positions.
         sinks: [num_query_heads] float32; a logit per query head that adds
             exp(sink / tau), without noise, to the normaliser of its rows. None: none.
         layer_index: index of the layer in the model, for the noise.
@@ -110,6 +116,7 @@ def score_keys(
         tau,
         noise_keys,
         alibi_slopes,
+        place,
         sinks,
         layer_index,
         first_query_head,
@@ -132,6 +139,7 @@ def paged_attention_scored(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     alibi_slopes: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
     layer_index: int,
@@ -145,12 +153,13 @@ def paged_attention_scored(
 
     The output is plain softmax attention, without noise or temperature, over the slots
     that a row sees. The logit is scale * q . k, then the soft cap, then the ALiBi bias
-    slope * (stored position of the key - position of the query); an attention sink
-    takes part in the softmax as a key without a value. All three as in vLLM's CPU
-    kernel (csrc/cpu/cpu_attn_impl.hpp of vLLM 0.32), which however derives the bias
-    from the cache slot and so needs a cache that nothing was evicted from. Scores are
-    those of `score_keys`, to the bit for the same implementation. Made for decode
-    steps: a request's rows are handled one after the other.
+    slope * (stored position of the key - position of the query), or the same of places
+    where these are given; an attention sink takes part in the softmax as a key without
+    a value. All three as in vLLM's CPU kernel (csrc/cpu/cpu_attn_impl.hpp of vLLM
+    0.32), which however derives the bias from the cache slot and so needs a cache that
+    nothing was evicted from. Scores are those of `score_keys`, to the bit for the same
+    implementation. Made for decode steps: a request's rows are handled one after the
+    other.
 
     Args:
         output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
@@ -176,6 +185,7 @@ def paged_attention_scored(
         tau,
         noise_keys,
         alibi_slopes,
+        place,
         sinks,
         layer_index,
         first_query_head,
@@ -206,6 +216,34 @@ def reset_slots(
         ValueError: naming the argument and its value.
     """
     _implementation(impl).reset_slots(score, position, slot_mapping, positions)
+
+
+def renumber_slots(
+    place: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    *,
+    impl: str,
+) -> None:
+    """Write the place of each token among those its KV head holds.
+
+    That is its rank by position, 0 for the lowest: slots are not sorted, because
+    `compact_kv` moves survivors into holes.
+
+    Args:
+        place: [num_layers, num_blocks, num_kv_heads, block_size] int32. Mutated: the
+            slots of the requests.
+        position: int32, shape of `place`.
+        block_table: [num_reqs, max_blocks] int32, after the eviction.
+        kv_lens: [num_reqs] int32, after the eviction.
+        impl: "reference" or "cpu".
+
+    Raises:
+        ValueError: naming the argument and its value; also for a position that is
+            negative or held twice.
+    """
+    _implementation(impl).renumber_slots(place, position, block_table, kv_lens)
 
 
 def select_keep(

@@ -33,6 +33,10 @@ def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 
 
+def renumber_slots(*args: Any) -> None:
+    torch.ops.keyformer.renumber_slots.default(*args)
+
+
 def select_keep(*args: Any) -> torch.Tensor:
     keep: torch.Tensor = torch.ops.keyformer.select_keep.default(*args)
     return keep
@@ -111,6 +115,12 @@ def _fake_select_keep(
     return score.new_empty(size, dtype=torch.bool)
 
 
-for _name in ("score_keys", "paged_attention_scored", "reset_slots", "compact_kv"):
+for _name in (
+    "score_keys",
+    "paged_attention_scored",
+    "reset_slots",
+    "renumber_slots",
+    "compact_kv",
+):
     torch.library.register_fake(f"keyformer::{_name}", _returns_nothing)
 torch.library.register_fake("keyformer::select_keep", _fake_select_keep)

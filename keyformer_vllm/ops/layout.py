@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed CPU cache of vLLM 0.32: where a token's K, V, score and position lie.
+"""The packed CPU cache of vLLM 0.32: where a token's K, V and side data lie.
 
 A page holds one block of one layer::
 
-    [ KV head 0: K | V ][ KV head 1: K | V ] ... [ scores ][ positions ][ padding ]
+    [ KV head 0: K | V ][ KV head 1: K | V ] ...
+    [ scores ][ positions ][ places, where they are held ][ padding ]
 
 K and V of a head are packed for the instruction set of the attention kernel
 (vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_*.hpp). With t the token in
@@ -14,8 +15,8 @@ the block, d the dimension, N the block size, D the head size, the element offse
     amx:         K  (t//16)*16*D + (d//2)*32 + (t%16)*2 + d%2
                  V  (d//16)*16*N + (t//2)*32 + (d%16)*2 + t%2
 
-The side data (fp32 scores, int32 positions, each [num_kv_heads, block_size]) is ours;
-vLLM accounts for it as padding of the page.
+The side data (fp32 scores, int32 positions and places, each [num_kv_heads, block_size])
+is ours; vLLM accounts for it as padding of the page.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import torch
 LAYOUTS = ("vec", "vec16", "amx")
 PAGE_ALIGNMENT = 64  # bytes; keeps the rows of every page aligned for vector loads
 SIDE_BYTES_PER_SLOT = 8  # fp32 score + int32 position, per slot and KV head
+PLACE_BYTES_PER_SLOT = 4  # int32 place, only with compact positions
 BLOCK_SIZE_MULTIPLE = 32
 HEAD_SIZE_MULTIPLE = 16
 
@@ -55,17 +57,22 @@ def check_layout(
         )
 
 
-def side_bytes(num_kv_heads: int, block_size: int) -> int:
-    """Bytes of scores and positions in one page."""
-    return num_kv_heads * block_size * SIDE_BYTES_PER_SLOT
+def side_bytes(num_kv_heads: int, block_size: int, has_places: bool = False) -> int:
+    """Bytes of scores, positions and, if asked for, places in one page."""
+    per_slot = SIDE_BYTES_PER_SLOT + PLACE_BYTES_PER_SLOT * has_places
+    return num_kv_heads * block_size * per_slot
 
 
 def page_bytes(
-    num_kv_heads: int, block_size: int, head_size: int, element_size: int
+    num_kv_heads: int,
+    block_size: int,
+    head_size: int,
+    element_size: int,
+    has_places: bool = False,
 ) -> int:
     """Bytes of one page with side data, padded to `PAGE_ALIGNMENT`."""
     content = num_kv_heads * block_size * 2 * head_size * element_size
-    content += side_bytes(num_kv_heads, block_size)
+    content += side_bytes(num_kv_heads, block_size, has_places)
     return -(-content // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
@@ -83,6 +90,30 @@ def side_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: if the pages have no room for them.
     """
+    score, position = _side_views(kv_cache, (torch.float32, torch.int32))
+    return score, position
+
+
+def place_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View the places behind the positions of every page.
+
+    Args:
+        kv_cache: see `side_views`; pages of `page_bytes(..., has_places=True)`.
+
+    Returns:
+        int32, shape and strides of the position that `side_views` returns.
+
+    Raises:
+        ValueError: if the pages have no room for them.
+    """
+    types = (torch.float32, torch.int32, torch.int32)
+    return _side_views(kv_cache, types)[-1]
+
+
+def _side_views(
+    kv_cache: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> list[torch.Tensor]:
+    """One view of 4-byte elements per dtype, one behind the other."""
     *lead, num_kv_heads, block_size, width = kv_cache.shape
     element_size = kv_cache.element_size()
     content = num_kv_heads * block_size * width * element_size
@@ -93,7 +124,8 @@ def side_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             f"{kv_cache.stride()[-3:]}, expected {interior}"
         )
     lead_bytes = [stride * element_size for stride in kv_cache.stride()[:-3]]
-    need = content + side_bytes(num_kv_heads, block_size)
+    rows = num_kv_heads * block_size
+    need = content + 4 * rows * len(dtypes)
     for size, stride in zip(lead, lead_bytes, strict=True):
         if size > 1 and stride < need:
             raise ValueError(
@@ -103,10 +135,10 @@ def side_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     start = kv_cache.storage_offset() * element_size + content
     stride = [*(b // 4 for b in lead_bytes), block_size, 1]
     size = [*lead, num_kv_heads, block_size]
-    half = num_kv_heads * block_size
-    score = _view_storage(kv_cache, torch.float32, start // 4, size, stride)
-    position = _view_storage(kv_cache, torch.int32, start // 4 + half, size, stride)
-    return score, position
+    return [
+        _view_storage(kv_cache, dtype, start // 4 + index * rows, size, stride)
+        for index, dtype in enumerate(dtypes)
+    ]
 
 
 def key_view(kv_cache: torch.Tensor, layout: str) -> torch.Tensor:
@@ -219,6 +251,7 @@ def allocate_cache(
     block_size: int,
     head_size: int,
     dtype: torch.dtype,
+    has_places: bool = False,
 ) -> torch.Tensor:
     """Allocate zeroed pages with room for side data, as the engine lays them out.
 
@@ -226,7 +259,7 @@ def allocate_cache(
         [num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size] of `dtype`,
         block-padded view of one storage.
     """
-    page = page_bytes(num_kv_heads, block_size, head_size, dtype.itemsize)
+    page = page_bytes(num_kv_heads, block_size, head_size, dtype.itemsize, has_places)
     raw = torch.zeros(num_layers * num_blocks * page, dtype=torch.int8)
     page_elements = page // dtype.itemsize
     width = 2 * head_size

@@ -19,6 +19,7 @@ def score_keys(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    place: torch.Tensor | None,
     sinks: torch.Tensor | None,
     layer_index: int,
     first_query_head: int,
@@ -52,6 +53,8 @@ def score_keys(
             scale=scale,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
+            query_place=None if place is None else visible - 1,
+            key_place=None if place is None else place[index].T,
             sinks=sinks,
         )
         # Row by row, as the kernels add: chunking a prompt changes no bit of a sum.
@@ -74,6 +77,7 @@ def paged_attention_scored(
     tau: torch.Tensor,
     noise_keys: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    place: torch.Tensor | None,
     sinks: torch.Tensor | None,
     layer_index: int,
     first_query_head: int,
@@ -97,16 +101,16 @@ def paged_attention_scored(
             ).float()
             for view in (keys, values)
         )
+        visible = kv_len - (end - begin) + torch.arange(1, end - begin + 1)
         logits = scoring.attention_logits(
             query[begin:end].float().transpose(0, 1),
             key,
             scale,
             soft_cap,
             alibi_slopes=alibi_slopes,
-            query_position=query_positions[begin:end],
-            key_position=position[index].T,
+            query_position=query_positions[begin:end] if place is None else visible - 1,
+            key_position=(position if place is None else place)[index].T,
         )
-        visible = kv_len - (end - begin) + torch.arange(1, end - begin + 1)
         probability = scoring.noisy_softmax(
             logits,
             None,
@@ -129,6 +133,7 @@ def paged_attention_scored(
         tau,
         noise_keys,
         alibi_slopes,
+        place,
         sinks,
         layer_index,
         first_query_head,
@@ -151,6 +156,27 @@ def reset_slots(
     # The two indices are apart, so theirs becomes the first dimension.
     score[:, block, :, offset] = 0.0
     position[:, block, :, offset] = positions[written, None, None].to(torch.int32)
+
+
+def renumber_slots(
+    place: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> None:
+    block_size = place.shape[-1]
+    for request, kv_len in enumerate(kv_lens.tolist()):
+        slots = request_slots(block_table[request], kv_len, block_size)
+        index = slice(None), slots // block_size, slice(None), slots % block_size
+        held = position[index]  # [kv_len, num_layers, num_kv_heads]
+        order = held.argsort(dim=0)
+        steps = held.gather(0, order).diff(dim=0)
+        if bool((held < 0).any()) or bool((steps == 0).any()):
+            raise ValueError(
+                "position: negative or held twice by one KV head "
+                f"(request {request}, value {kv_len})"
+            )
+        place[index] = order.argsort(dim=0).to(torch.int32)
 
 
 def select_keep(

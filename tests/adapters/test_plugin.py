@@ -40,6 +40,7 @@ ALL_FLAGS = {
     "score_queries": ("last:32", "last:32"),
     "score_mode": ("step", "step"),
     "select": ("block", "block"),
+    "positions": ("compact", "compact"),
     "trace": ("trace.jsonl", "trace.jsonl"),
 }
 

@@ -64,7 +64,8 @@ class Harness:
         spec = KeyformerSpec.from_full_attention(
             FullAttentionSpec(
                 block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
-            )
+            ),
+            has_places=policy.get("positions") == "compact",
         )
         group = KVCacheGroupSpec(["layer"], spec)
         config.cache_config.num_gpu_blocks = num_blocks
@@ -308,6 +309,13 @@ def test_per_request_budget_is_the_requests_own(harness):
         ({"score_mode": "deferred"}, "query ring 0.25 MiB for 8 requests", ()),
         ({"score_mode": "deferred"}, "score mode deferred", ()),
         ({"score_mode": "step"}, "score mode step", ("ring", "MiB")),
+        ({}, "side data 512 bytes per block and layer (3.0 % of a page)", ()),
+        (
+            {"positions": "compact"},
+            "side data 768 bytes per block and layer, 256 of them for positions "
+            "compact (4.5 % of a page)",
+            (),
+        ),
         # 199 blocks; 63 for a prompt, 33 once it evicted, 64 without.
         ({}, "2048-token requests running at once: 5, 3 without eviction", ("cap",)),
         (

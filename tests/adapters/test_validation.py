@@ -101,6 +101,11 @@ REFUSED_OUTCOMES = [
     ("non-causal", "attention_config.use_non_causal", True),
     ("replaced class", "scheduler_config.scheduler_cls", "a.B"),
     ("replaced class", "parallel_config.worker_cls", "a.B"),
+    (
+        "compact positions",
+        "additional_config",
+        {"keyformer": {"policy": "h2o", "positions": "compact"}},
+    ),
     ("diffusion", "model_config.is_diffusion", True),
     ("pooling", "model_config.runner_type", "pooling"),
     (
@@ -221,6 +226,12 @@ def test_model_is_refused(build, kind):
     assert all(kind in setting and "--model" in setting for setting in settings)
     reasons = {entry.name: entry.reason for entry in VLLM_CONFIG_RULES}
     assert reasons[rule] in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon-alibi"])
+def test_compact_positions_are_served_with_alibi(build, kind):
+    policy = {"keyformer": {"policy": "keyformer", "positions": "compact"}}
+    assert names_of(VLLM_CONFIG_RULES, build(kind, additional_config=policy)) == []
 
 
 def test_pooling_runner_is_refused(build):

@@ -24,7 +24,7 @@ def make_retention(policy="keyformer", block_size=1, budget=0.5, **kwargs):
 def make_layer(retention, num_query_heads=4, num_kv_heads=2, **kwargs):
     layer_arguments = {
         name: kwargs.pop(name)
-        for name in ("soft_cap", "first_query_head")
+        for name in ("soft_cap", "first_query_head", "alibi_slopes")
         if name in kwargs
     }
     arguments = {"max_tokens": GENERATED, "noise_key": NOISE_KEY} | kwargs
@@ -63,10 +63,20 @@ class BruteForce:
     """Keyformer over lists of tokens, in NumPy; evicted tokens leave their list."""
 
     def __init__(
-        self, policy, interval, budget, frozen=False, run_size=1, last=None, stride=1
+        self,
+        policy,
+        interval,
+        budget,
+        frozen=False,
+        run_size=1,
+        last=None,
+        stride=1,
+        slopes=None,
+        compact=False,
     ):
         self.policy, self.interval, self.frozen = policy, interval, frozen
         self.run_size, self.last, self.stride = run_size, last, stride
+        self.slopes, self.compact = slopes, compact
         self.k = budget if isinstance(budget, int) else int(budget * PROMPT)
         self.history, self.evicted = [], 0
 
@@ -134,6 +144,9 @@ class BruteForce:
                 positions = [t["position"] for t in tokens]
                 for head in range(h * group, (h + 1) * group):
                     x = np.array([SCALE * t["k"] @ query[head, i] for t in tokens])
+                    if self.slopes is not None:
+                        places = range(len(tokens)) if self.compact else positions
+                        x += self.slopes[head] * (np.array(places) - places[-1])
                     weight = np.exp(x) / np.exp(x).sum()
                     for w, token in zip(weight, tokens, strict=True):
                         output[head, i] += w * token["v"]
@@ -191,6 +204,21 @@ def test_equals_brute_force_with_every_sth_prompt_query(stride):
     """The newest prompt query scores whatever the stride; so does every later one."""
     layer = make_layer(make_retention(block_size=8), prompt_query_stride=stride)
     brute = BruteForce("keyformer", 8, 0.5, stride=stride)
+    assert_equal_to_brute_force(layer, brute, make_tensors())
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("interval", [1, 8])
+def test_equals_brute_force_with_a_bias(interval, compact):
+    slopes = torch.tensor([0.4, 0.2, 0.1, 0.05])
+    layer = make_layer(
+        make_retention(block_size=interval),
+        compact_positions=compact,
+        alibi_slopes=slopes,
+    )
+    brute = BruteForce(
+        "keyformer", interval, 0.5, slopes=slopes.double().numpy(), compact=compact
+    )
     assert_equal_to_brute_force(layer, brute, make_tensors())
 
 

@@ -277,6 +277,33 @@ def test_score_rows_uses_slopes_and_sinks_of_each_query_head():
     assert torch.allclose(scores, expected, atol=1e-6)
 
 
+def test_places_move_the_bias_and_not_the_noise():
+    query, key = torch.randn(2, 2, 8), torch.randn(1, 4, 8)
+    arguments = {
+        "query": query,
+        "key": key,
+        "query_position": torch.tensor([20, 21]),
+        "key_position": torch.tensor([[0, 9, 20, 21]]),
+        "tau": torch.tensor([1.0, 1.5]),
+        "noise_key": noise.request_noise_key(3, 4),
+        "layer_index": 2,
+        "first_query_head": 0,
+        "scale": 0.3,
+    }
+    slopes, query_place = torch.tensor([0.5, 0.1]), torch.tensor([2, 3])
+    scores = scoring.score_rows(
+        **arguments,
+        alibi_slopes=slopes,
+        query_place=query_place,
+        key_place=torch.arange(4)[None],
+    )
+    # The bias is linear: moved into the keys, where noise and places play no part.
+    wide_query = torch.cat([query, slopes[:, None, None].expand(-1, 2, 1) / 0.3], -1)
+    wide_key = torch.cat([key, torch.arange(4.0)[None, :, None]], -1)
+    arguments |= {"query": wide_query, "key": wide_key}
+    assert torch.allclose(scores, scoring.score_rows(**arguments), atol=1e-6)
+
+
 def test_score_rows_follows_stored_positions_and_masks():
     """Noise belongs to a key's position, wherever the key lies and whoever asks."""
     generator = torch.Generator().manual_seed(4)

@@ -58,6 +58,7 @@ class Subject:
         reference: HFReference,
         one: tuple[Engine, Request],
         two: tuple[Engine, Request],
+        policy: dict[str, object] = POLICY,
     ) -> None:
         """Same tokens; same kept sets, or sets that differ in proven ties only."""
         assert one[1].tokens == two[1].tokens
@@ -65,7 +66,7 @@ class Subject:
         assert kept[0] and list(kept[0]) == list(kept[1])
         if kept[0] == kept[1]:
             return
-        config = KeyformerConfig.from_mapping(POLICY).with_request(self.kv)
+        config = KeyformerConfig.from_mapping(policy).with_request(self.kv)
         for (engine, request), sets in zip((one, two), kept, strict=True):
             asked = oracle_request(
                 config,
@@ -154,6 +155,19 @@ def test_other_chunk_size(start_engine, reference, engine, alone):
         subject.assert_same(reference, (engine, before), (other, request))
         chunks = [x for x in other.trace_of(request) if x["phase"] == "prefill"]
         assert len(chunks) > 1 or len(subject.prompt) <= 48
+
+
+def test_compact_positions(start_engine, tiny_model):
+    """Catches places that follow another request of the batch."""
+    policy = POLICY | {"positions": "compact"}
+    engine = start_engine("bloom", policy, max_num_batched_tokens=8192)
+    reference = HFReference(tiny_model("bloom"))
+    subjects = [Subject(number) for number in range(20, 25)]
+    alone = [serve_alone(engine, subject) for subject in subjects]
+    served = serve_among(engine, subjects, 20, seed=4)
+    for subject, before, request in zip(subjects, alone, served, strict=True):
+        one, two = (engine, before), (engine, request)
+        subject.assert_same(reference, one, two, policy)
 
 
 def test_pairs_of_equal_length(engine):

@@ -8,12 +8,14 @@ differ only where two scores are as good as tied.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from keyformer_vllm.config import KeyformerConfig
 from tests.e2e.conftest import POLICY
 from tests.engine import Engine, Request, random_prompt
-from tests.hf_reference import HFReference, oracle_request
+from tests.hf_reference import Disagreement, HFReference, oracle_request
 
 TIE = 1e-5
 """Relative difference of two scores that fp32 sums in another order may swap."""
@@ -22,18 +24,18 @@ RANKING = ("keyformer", "h2o", "key-only", "random")
 POSITIONAL = ("streaming", "window")
 
 
-def check_kept_sets(
+def follow(
     engine: Engine,
     reference: HFReference,
     request: Request,
     policy: dict[str, object],
     kv: dict[str, object] | None = None,
     request_seed: int = 0,
-) -> None:
+) -> list[Disagreement]:
     config = KeyformerConfig.from_mapping(policy).with_request(kv)
     kept_sets = engine.kept_sets(request)
     assert kept_sets, "nothing was evicted"
-    disagreements = reference.follow(
+    return reference.follow(
         request.prompt,
         request.tokens,
         oracle_request(
@@ -45,6 +47,10 @@ def check_kept_sets(
         ),
         kept_sets,
     )
+
+
+def check_kept_sets(*args: Any, **kwargs: Any) -> None:
+    disagreements = follow(*args, **kwargs)
     assert all(entry.gap <= TIE for entry in disagreements), disagreements
 
 
@@ -118,6 +124,19 @@ def test_every_setting(start_engine, tiny_model, changes):
     request = engine.add(random_prompt(150, 5), max_tokens=100)
     engine.run()
     check_kept_sets(engine, HFReference(tiny_model("llama-4-2")), request, policy)
+
+
+def test_compact_positions_score_as_they_attend(start_engine, tiny_model):
+    """Catches scores that take their bias from original positions; the oracle that
+    does so chooses differently."""
+    policy = POLICY | {"positions": "compact"}
+    engine = start_engine("bloom", policy)
+    request = engine.add(random_prompt(230, 4), max_tokens=200)
+    engine.run()
+    reference = HFReference(tiny_model("bloom"))
+    check_kept_sets(engine, reference, request, policy)
+    others = follow(engine, reference, request, POLICY)
+    assert any(entry.gap > 100 * TIE for entry in others), others
 
 
 def test_the_request_seed_is_part_of_the_noise(engine, reference):

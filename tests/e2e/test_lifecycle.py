@@ -12,17 +12,13 @@ from tests.hf_reference import HFReference, epochs_of, oracle_request
 from tests.invariants import assert_idle
 
 KIND = "llama-4-2"
+COMPACT = POLICY | {"positions": "compact"}
 SMALL_POOL = {"num_blocks": 33, "max_model_len": 1000, "max_num_batched_tokens": 256}
 
 
 @pytest.fixture(scope="module")
 def engine(start_engine):
     return start_engine(KIND, **SMALL_POOL)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model):
-    return HFReference(tiny_model(KIND))
 
 
 def count_preemptions(engine: Engine) -> list[str]:
@@ -38,20 +34,22 @@ def count_preemptions(engine: Engine) -> list[str]:
     return preempted
 
 
-@pytest.fixture
-def preempted(engine):
-    yield count_preemptions(engine)
-    del engine.scheduler._preempt_request
-
-
-def test_preempted_requests_start_afresh(engine, reference, preempted):
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [(KIND, POLICY), ("bloom", COMPACT)],
+    ids=["original", "compact"],
+)
+def test_preempted_requests_start_afresh(start_engine, tiny_model, kind, policy):
     """A16: a request that already evicted is pushed out by one that grows, comes back
     and evicts again; the same result each time.
 
     What it computes after it resumed equals a forward pass under full attention up
     to there and the oracle's evictions from there on. Catches evicted-block counts,
-    scores or side data that survive the preemption.
+    scores, places or other side data that survive the preemption.
     """
+    engine = start_engine(kind, policy, **SMALL_POOL)
+    reference = HFReference(tiny_model(kind), policy.get("positions", "original"))
+    preempted = count_preemptions(engine)
     budget = {"kv_budget": 0.8}
     rounds = []
     for _ in range(3):
@@ -70,7 +68,7 @@ def test_preempted_requests_start_afresh(engine, reference, preempted):
     assert before.kept and after.kept
     expected = reference.masked_logprobs(request.prompt, request.tokens, epochs)
     assert expected.argmax(-1).tolist() == request.tokens
-    config = KeyformerConfig.from_mapping(POLICY).with_request(budget)
+    config = KeyformerConfig.from_mapping(policy).with_request(budget)
     for epoch in epochs:
         asked = oracle_request(
             config,

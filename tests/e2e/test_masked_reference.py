@@ -98,6 +98,27 @@ def test_logprobs_equal_the_masked_forward(
     assert len(evicting) == len(MIXED_BATCH) - 1
 
 
+@pytest.mark.parametrize("score_mode", ["auto", "step", "deferred"])
+def test_compact_positions(start_engine, tiny_model, score_mode):
+    """With ALiBi what is retained is attended as if it were all there ever was.
+
+    Catches a place taken from the slot, from another head or from before the last
+    eviction, and one that came with a recycled block.
+    """
+    changes = {"positions": "compact", "score_mode": score_mode, "poison_freed": True}
+    engine = start_engine("bloom", POLICY | changes, max_num_batched_tokens=256)
+    requests = serve_mixed_batch(engine, max_tokens=110)
+    reference = HFReference(tiny_model("bloom"), "compact")
+    for request in requests:
+        check(engine, reference, request)
+    # Without this, a model in which positions show nowhere would pass as well.
+    first = requests[0]
+    epochs = epochs_of(engine.trace_of(first), len(first.prompt))
+    reference.positions = "original"
+    unchanged = reference.masked_logprobs(first.prompt, first.tokens, epochs)
+    assert largest_error(unchanged, first) > 100 * TOLERANCE
+
+
 def test_real_model(start_engine, smollm2, article_tokens):
     """As above on SmolLM2: 30 layers, 9 query heads on 3 KV heads, head size 64."""
     engine = start_engine(smollm2, POLICY | {"min_tokens": 64})

@@ -7,7 +7,9 @@ import itertools
 
 import pytest
 
-from tests.engine import random_prompt
+from keyformer_vllm.adapters import compat
+from tests.e2e.conftest import POLICY
+from tests.engine import open_engine, random_prompt
 from tests.hf_reference import HFReference, epochs_of
 
 KIND = "llama-4-2"
@@ -21,6 +23,25 @@ def engine(start_engine):
 @pytest.fixture(scope="module")
 def reference(tiny_model):
     return HFReference(tiny_model(KIND))
+
+
+def test_places_lie_in_the_memory_planned_for_the_cache(tiny_model, monkeypatch):
+    """In the pages, which vLLM counts; catches memory beside its accounting, and
+    pages that grow for those who did not ask for places."""
+    given = 8 * 2**20
+    monkeypatch.setattr(
+        compat.CPUWorker, "determine_available_memory", lambda self: given
+    )
+    pages = {}
+    for positions in ("original", "compact"):
+        policy = POLICY | {"positions": positions}
+        with open_engine(tiny_model("bloom"), policy, max_model_len=512) as engine:
+            runtime = engine.worker.keyformer
+            pages[positions] = runtime.kv_pages.stride(1) * 4
+            block = pages[positions] * len(runtime.impls)
+            assert given - block < engine.block_pool.num_gpu_blocks * block <= given
+    # Four KV heads, 32 slots of 4 bytes.
+    assert pages["compact"] - pages["original"] == 4 * 32 * 4
 
 
 @pytest.mark.parametrize("length", range(100, 141, 4))

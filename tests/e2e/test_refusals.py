@@ -25,7 +25,7 @@ CPU_SECONDS = 60
 
 @dataclass(frozen=True)
 class Case:
-    """A command line and the two things its one line must name."""
+    """A command line and what its one line must name."""
 
     name: str
     named: tuple[str, ...]
@@ -132,6 +132,16 @@ CASES = [
         with_policy("--runner", "pooling"),
     ),
     Case("hybrid", ("--kv-policy keyformer", "in place of attention"), model="jamba"),
+    Case(
+        "compact positions",
+        ("--kv-positions compact", "--kv-positions original", "no ALiBi"),
+        with_policy("--kv-positions", "compact"),
+    ),
+    Case(
+        "unknown positions",
+        ("kv_positions='new'", "original, compact"),
+        with_policy("--kv-positions", "new"),
+    ),
     Case("no policy", ("--kv-budget", "--kv-policy"), ("--kv-budget", "0.5")),
     Case(
         "unknown policy",

@@ -220,7 +220,7 @@ def test_our_attention_is_the_engines_where_nothing_was_evicted(
     query = batch.query.contiguous()
     theirs, ours = torch.empty_like(query), torch.empty_like(query)
     case = MATHS[math]
-    optional = case.per_query_head(spec.num_query_heads)
+    optional = case.optional(batch)
     attend(engine, batch, query, theirs, case.soft_cap, optional)
     ops.paged_attention_scored(
         ours,

@@ -104,6 +104,22 @@ def test_side_data_lies_behind_k_and_v():
     assert one_layer[1].stride() == position[1].stride()
 
 
+def test_places_lie_behind_the_positions():
+    kv_cache = layouts.allocate_cache(2, 5, 3, 32, 64, torch.bfloat16, has_places=True)
+    page = layouts.page_bytes(3, 32, 64, 2, has_places=True)
+    assert page % 64 == 0 and kv_cache.stride(1) * 2 == page
+    assert page - 3 * 32 * 128 * 2 >= layouts.side_bytes(3, 32, True) == 3 * 32 * 12
+    score, position = layouts.side_views(kv_cache)
+    place = layouts.place_view(kv_cache)
+    assert (place.shape, place.stride()) == (position.shape, position.stride())
+    assert place[1, 4].data_ptr() == position[1, 4].data_ptr() + 3 * 32 * 4
+    place.fill_(7)
+    assert not kv_cache.any() and not score.any() and not position.any()
+    assert torch.equal(layouts.place_view(kv_cache[1]), place[1])
+    with pytest.raises(ValueError, match="no room for side data"):
+        layouts.place_view(layouts.allocate_cache(2, 5, 3, 32, 64, torch.bfloat16))
+
+
 def test_pages_without_room_are_refused():
     with pytest.raises(ValueError, match="no room for side data"):
         layouts.side_views(torch.zeros(4, 2, 32, 128))

@@ -82,7 +82,7 @@ def arguments(batch: PagedBatch, case: Math, **overrides: torch.Tensor) -> dict:
         "soft_cap": case.soft_cap,
         "layout": batch.spec.layout,
     }
-    return made | case.per_query_head(batch.spec.num_query_heads) | overrides
+    return made | case.optional(batch) | overrides
 
 
 def run(
@@ -119,6 +119,7 @@ def truths():
                     scale=given["scale"],
                     soft_cap=given["soft_cap"],
                     alibi_slopes=given.get("alibi_slopes"),
+                    place=given.get("place"),
                     sinks=given.get("sinks"),
                     dtype=dtype,
                 )
@@ -168,7 +169,7 @@ LONG_SPECS = [
     BatchSpec(fp32, "vec", 8, 1, 32, 96, ((2 * RANGE + 500, 1), (RANGE, 1), (9, 0))),
     BatchSpec(bf16, "amx", 5, 1, 32, 64, ((3 * RANGE + 1, 1),)),
 ]
-FULL_MATH = MATHS["noise-tau-cap-alibi-sinks"]
+FULL_MATH = MATHS["noise-tau-cap-alibi-sinks-places"]
 
 
 @pytest.mark.parametrize("spec", LONG_SPECS, ids=str)
@@ -336,6 +337,7 @@ def test_offsets_beyond_32_bits(impl):
         ("query", {"query": torch.zeros(113, 3, 64), "output": torch.zeros(1)}),
         ("tau", {"tau": torch.ones(112)}),
         ("alibi_slopes", {"alibi_slopes": torch.ones(3)}),
+        ("place", {"place": torch.zeros(7, 2, 64, dtype=torch.int32)}),
         ("sinks", {"sinks": torch.ones(4, dtype=bf16)}),
     ],
 )

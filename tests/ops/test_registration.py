@@ -71,6 +71,7 @@ def plain(batch: PagedBatch) -> PagedBatch:
     batch.kv_cache = batch.kv_cache.contiguous()
     batch.score = torch.rand(batch.score.shape)
     batch.position = batch.position.contiguous()
+    batch.place = batch.place.contiguous()
     return batch
 
 
@@ -100,6 +101,11 @@ def test_fake_implementations_agree_with_the_kernels():
         (batch.score, batch.position, batch.slots(0), torch.arange(113)),
         test_utils=tests,
     )
+    torch.library.opcheck(
+        keyformer.renumber_slots.default,
+        (batch.place, batch.position, batch.block_table, batch.kv_lens),
+        test_utils=tests,
+    )
     scoring = (
         batch.query,
         batch.kv_cache[0],
@@ -112,6 +118,7 @@ def test_fake_implementations_agree_with_the_kernels():
         torch.ones(5),
         torch.tensor([0, 7]),
         torch.full((batch.spec.num_query_heads,), 0.5),
+        batch.place[0],
         None,
         0,
         0,

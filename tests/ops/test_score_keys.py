@@ -107,7 +107,7 @@ def truths():
                     scale=batch.spec.head_size**-0.5,
                     soft_cap=MATHS[math].soft_cap,
                     dtype=dtype,
-                    **MATHS[math].per_query_head(batch.spec.num_query_heads),
+                    **MATHS[math].optional(batch),
                 )
                 for dtype in (torch.float64, torch.float32)
             )
@@ -131,7 +131,7 @@ def test_scores_match_fp64(spec, math, impl, truths):
     keys = torch.full((len(spec.lens),), case.noise_key)
     exact, same_error = truths(batch, math, tau, keys)
     before = batch.raw.clone()
-    optional = case.per_query_head(spec.num_query_heads)
+    optional = case.optional(batch)
     run(batch, impl, tau, keys, case.soft_cap, **optional)
     for request, (got, want) in enumerate(zip(scores_of(batch), exact, strict=True)):
         error = float((got - want).abs().max())
@@ -178,6 +178,47 @@ def test_bias_follows_stored_positions(impl):
     assert torch.allclose(scores_of(batch)[0][0].double(), expected, rtol=1e-5)
 
 
+def test_places_change_the_bias_and_leave_the_noise(impl):
+    """Equal keys: a row is its bias by place plus its noise by position."""
+    spec = BatchSpec(num_query_heads=1, num_kv_heads=1, lens=((50, 1),))
+    batch = make_batch(spec)
+    batch.query.zero_()
+    slopes = torch.tensor([0.25])
+    place = torch.randperm(50)
+    batch.set_side(batch.place, 0, place.view(1, 1, 50))
+    run(
+        batch,
+        impl,
+        torch.ones(1),
+        torch.tensor([8]),
+        alibi_slopes=slopes,
+        place=batch.place[0],
+    )
+    rows = noise.row_keys(8, 3, 10, int(batch.query_positions[0]))
+    gumbel = noise.gumbel(rows, batch.side(batch.position, 0)[0, 0])
+    expected = torch.softmax(0.25 * (place - 49) + gumbel.double(), dim=-1)
+    assert torch.allclose(scores_of(batch)[0][0].double(), expected, rtol=1e-5)
+
+
+def test_places_in_order_are_positions_from_zero_on(cpu_impl):
+    """To the bit: what was never evicted is attended as it would be by position."""
+    spec = BatchSpec(lens=((113, 40), (65, 1)))
+    by_position, by_place = make_batch(spec), make_batch(spec)
+    rows = [torch.arange(kv - q, kv) for kv, q in spec.lens]
+    tau, keys = torch.full((41,), 1.4), torch.tensor([3, 4])
+    optional = {
+        "alibi_slopes": torch.tensor([0.3, 0.1, 0.03, 0.01]),
+        "query_positions": torch.cat(rows),
+    }
+    for batch in (by_position, by_place):
+        for request, (kv_len, _) in enumerate(spec.lens):
+            for side in (batch.position, batch.place):
+                batch.set_side(side, request, torch.arange(kv_len).expand(1, 2, -1))
+    run(by_position, cpu_impl, tau, keys, **optional)
+    run(by_place, cpu_impl, tau, keys, **optional, place=by_place.place[0])
+    assert torch.equal(by_position.raw, by_place.raw)
+
+
 def test_a_sink_takes_its_share_and_no_noise(impl):
     spec = BatchSpec(num_query_heads=2, num_kv_heads=1, lens=((50, 1),))
     tau, sinks = torch.tensor([1.6]), torch.tensor([3.0, -1e4])
@@ -206,7 +247,15 @@ INVARIANCE_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("math", ["plain", "noise", "noise-tau-cap-alibi-sinks"])
+@pytest.mark.parametrize(
+    "math",
+    [
+        "plain",
+        "noise",
+        "noise-tau-cap-alibi-sinks",
+        "noise-tau-cap-alibi-sinks-places",
+    ],
+)
 @pytest.mark.parametrize("spec", INVARIANCE_SPECS, ids=str)
 def test_chunks_and_batches_change_no_bit(spec, math, cpu_impl):
     together = make_batch(spec)
@@ -214,7 +263,7 @@ def test_chunks_and_batches_change_no_bit(spec, math, cpu_impl):
     tau[: spec.lens[0][1]] = 1.0
     keys = torch.full((len(spec.lens),), MATHS[math].noise_key)
     soft_cap = MATHS[math].soft_cap
-    optional = MATHS[math].per_query_head(spec.num_query_heads)
+    optional = MATHS[math].optional(together)
     run(together, cpu_impl, tau, keys, soft_cap, **optional)
     for chunk in (1, 7, 1000):
         alone = make_batch(spec)
@@ -335,6 +384,8 @@ def test_noise_depends_on_layer_head_and_request(impl):
         ("query", {"query": torch.zeros(113, 4, 64, dtype=bf16)}),
         ("query", {"query": torch.zeros(113, 3, 64)}),
         ("alibi_slopes", {"alibi_slopes": torch.zeros(3)}),
+        ("place", {"place": torch.zeros(7, 2, 32)}),
+        ("place", {"place": torch.zeros(7, 1, 32, dtype=torch.int32)}),
         ("sinks", {"sinks": torch.zeros(4, dtype=torch.float64)}),
     ],
 )
