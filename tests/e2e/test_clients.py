@@ -15,6 +15,7 @@ import sys
 
 import openai
 import pytest
+from langchain_openai import ChatOpenAI
 
 from tests.engine import random_prompt
 from tests.server import serve
@@ -158,10 +159,8 @@ def test_curl(server, trace):
 
 
 def test_langchain(server, trace):
-    langchain = pytest.importorskip("langchain_openai")
-
     def chat(**xargs):
-        return langchain.ChatOpenAI(
+        return ChatOpenAI(
             base_url=f"{server.url}/v1",
             api_key="none",
             model="tiny",
