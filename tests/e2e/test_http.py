@@ -295,6 +295,8 @@ BAD = [
     *[("kv_budget", v) for v in ("-1", "0", "2", "1e309", "NaN", '"abc"', '""')],
     *[("kv_budget", v) for v in ("[]", "[1, 2]", "-0.5", '"0.5"', "true", "null")],
     ("kv_budget", json.dumps("x" * 2**20)),
+    *[("kv_budget", v) for v in (str(2**31), str(2**64 - 1), str(-(2**63)))],
+    ("kv_budget", json.dumps([0.5] * 2**18)),
     *[("kv_policy", v) for v in ('"nonsense"', "3", '""', "[]")],
     ("kv_policy", json.dumps("y" * 2**20)),
     ("kv_foo", "1"),
@@ -329,6 +331,54 @@ def test_malformed_setting_is_refused_by_name(server, key, value):
                 assert error["param"] == f"vllm_xargs.{key}"
                 assert len(answer.text) < 800, "the value is echoed in full"
     assert len(token_ids(complete(server, random_prompt(40, 8), max_tokens=2))) == 2
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "-" + "9" * 400])
+def test_integer_beyond_64_bits_is_refused_in_short(server, value):
+    """By vLLM itself, which does not say in which of the settings it is."""
+    body = json.dumps(body_of(random_prompt(40, 8), 4))
+    content = f'{body[:-1]}, "vllm_xargs": {{"kv_budget": {value}}}}}'
+    headers = {"Content-Type": "application/json"}
+    refused = server.http.post("/v1/completions", content=content, headers=headers)
+    assert refused.status_code == 400
+    assert len(refused.text) < 800
+
+
+def test_a_megabyte_of_a_name_is_not_sent_back(server):
+    body = body_of(random_prompt(40, 8), 4, vllm_xargs={"kv_" + "x" * 2**20: 1})
+    refused = server.post("/v1/completions", body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith("vllm_xargs.kv_xxx")
+    assert len(refused.text) < 800
+
+
+def test_no_text_of_a_user_is_logged(server, trace):
+    """Not of prompts, answers or settings, good or bad; not in the trace either."""
+    marker = "Marker0f51"
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"{marker} " * 30}],
+        "max_tokens": 20,
+    }
+    settings = [
+        ({}, 200),
+        ({"other": marker}, 200),
+        ({"kv_budget": marker}, 400),
+        ({"kv_policy": marker}, 400),
+        ({f"kv_{marker}": 1}, 400),
+    ]
+    for xargs, status in settings:
+        for stream in (False, True):
+            body = chat | {"vllm_xargs": xargs, "stream": stream}
+            answer = server.post("/v1/chat/completions", body)
+            assert answer.status_code == status, answer.text[:500]
+            body = body_of(f"{marker} " * 30, 20, vllm_xargs=xargs, stream=stream)
+            assert server.post("/v1/completions", body).status_code == status
+    server.wait_until_idle()
+    log = server.log.read_text(errors="replace")
+    assert "POST /v1/chat/completions" in log, "the log is written meanwhile"
+    assert marker not in log
+    assert marker not in trace.read_text()
 
 
 def test_nothing_that_was_refused_left_a_mark(server, canary):

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with ours in front, and a worker without a model behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from tests.adapters.fake_worker import FakeWorker
+
+BLOCK_SIZE = 32
+TOKEN, STOP_TOKEN = 2, 3
+"""What the model samples: always the first, and the other one for those in
+:attr:`Harness.stopping`."""
+
+
+class Harness:
+    """One scheduler, one fake worker, and the loop between them."""
+
+    def __init__(self, model: Any, num_blocks: int, **settings: Any) -> None:
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.single_type_kv_cache_manager import (
+            register_all_kvcache_specs,
+        )
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+        )
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
+        from keyformer_vllm.adapters.scheduler import make_scheduler
+
+        engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+        engine |= settings.pop("engine", {})
+        # With vLLM's asynchronous scheduler one step is under way while the next
+        # one is scheduled.
+        self.steps_in_flight = settings.pop("steps_in_flight", 0)
+        policy = {"policy": "keyformer", "budget": 0.5, "min_tokens": 32} | settings
+        config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            **engine,
+        ).create_engine_config()
+        config.additional_config = {"keyformer": policy}
+        # The CPU platform turns it off; the scheduler itself needs no device.
+        config.scheduler_config.async_scheduling = self.steps_in_flight > 0
+        register_all_kvcache_specs(config)
+        spec = KeyformerSpec.from_full_attention(
+            FullAttentionSpec(
+                block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
+            ),
+            has_places=policy.get("positions") == "compact",
+        )
+        group = KVCacheGroupSpec(["layer"], spec)
+        config.cache_config.num_gpu_blocks = num_blocks
+        self.scheduler = make_scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks, [], [group]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        self.worker = FakeWorker(BLOCK_SIZE)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.num_blocks = num_blocks
+        self.finished: set[str] = set()
+        self.stopping: set[str] = set()
+        self.pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
+
+    def add(self, name: str, prompt: int, new: int, **extra: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(
+            max_tokens=new,
+            ignore_eos=True,
+            stop_token_ids=[STOP_TOKEN],
+            extra_args=extra or None,
+        )
+        request = Request(name, [1] * prompt, params, None)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> Any:
+        output = self.scheduler.schedule()
+        # The worker's queue is in order: it sees a step's plan and blocks exactly
+        # when it runs that step, however far the scheduler is ahead.
+        self.worker.step(output)
+        names = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        sampled = [
+            []
+            if request.is_prefill_chunk
+            else [STOP_TOKEN if request.request_id in self.stopping else TOKEN]
+            for request in requests
+        ]
+        self.pending.append((output, names, sampled))
+        while len(self.pending) > self.steps_in_flight:
+            self._update()
+        self.check_invariants()
+        return output
+
+    def _update(self) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output, names, sampled = self.pending.popleft()
+        results = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=sampled,
+            ),
+        )
+        for batch in results.values():
+            for result in batch.outputs:
+                if result.finish_reason is not None:
+                    self.finished.add(result.request_id)
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                while self.pending:
+                    self._update()
+                self.worker.step(self.scheduler.schedule())  # the last departures
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")
+
+    def blocks_of(self, name: str) -> list[Any]:
+        return self.scheduler.kv_manager.req_to_blocks[name]
+
+    def check_invariants(self) -> None:
+        """No block twice, counts agree, and only the null prefix is null."""
+        held: list[int] = []
+        for name, blocks in self.scheduler.kv_manager.req_to_blocks.items():
+            evicted = self.scheduler.evicted_blocks.get(name, 0)
+            assert [block.is_null for block in blocks] == [
+                index < evicted for index in range(len(blocks))
+            ], (name, evicted)
+            held += [block.block_id for block in blocks[evicted:]]
+        assert len(held) == len(set(held))
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        assert len(free) == self.pool.free_block_queue.num_free_blocks
+        assert len(free) + len(held) == self.num_blocks - 1
+        assert not {block.block_id for block in free} & set(held)
+        assert all(block.ref_cnt == 0 for block in free)
+
+    def check_idle(self) -> None:
+        self.check_invariants()
+        scheduler = self.scheduler
+        assert self.pool.get_num_free_blocks() == self.num_blocks - 1
+        for table in (
+            scheduler.requests,
+            scheduler.retentions,
+            scheduler.request_params,
+            scheduler.evicted_blocks,
+            scheduler.kv_manager.req_to_blocks,
+        ):
+            assert not table
