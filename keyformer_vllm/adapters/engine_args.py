@@ -15,7 +15,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from keyformer_vllm.adapters import compat, request_validation, validation
+from keyformer_vllm.adapters import (
+    compat,
+    request_validation,
+    stat_logger,
+    validation,
+)
 from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -175,6 +180,7 @@ def _wrap_create(stock: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             with _exit_if_refused(from_cli):
                 validation.check_vllm_config(config.policy, vllm_config)
+            stat_logger.install()
         return vllm_config
 
     setattr(create_engine_config, _WRAPPED, True)
