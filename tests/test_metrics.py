@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of metrics, how counts become samples, and the dashboard that shows them."""
+"""The table of metrics, how counts become samples, and the dashboard for them."""
 
 import importlib
 import inspect

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from keyformer_vllm.adapters.compat import take_step_counts
 from keyformer_vllm.adapters.plan import plan_of
 from keyformer_vllm.adapters.scheduler import describe_policy
 from keyformer_vllm.config import KVPolicyError
+from keyformer_vllm.metrics import PREFIX, StepCounts
 from tests.adapters.fake_worker import FakeWorker
 
 BLOCK_SIZE = 32
@@ -79,6 +81,10 @@ class Harness:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.num_blocks = num_blocks
         self.finished: set[str] = set()
+        self.counts = StepCounts()
+        """Of all steps, as sent to the front end; gauges as last sent."""
+        self.reports: dict[str, Any] = {}
+        self.planned: list[Any] = []
         self.pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
 
     def add(self, name: str, prompt: int, new: int, **extra: Any) -> None:
@@ -100,6 +106,7 @@ class Harness:
         # The worker's queue is in order: it sees a step's plan and blocks exactly
         # when it runs that step, however far the scheduler is ahead.
         self.worker.step(output)
+        self.planned += plan_of(output).evictions.values()
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         sampled = [[] if request.is_prefill_chunk else [2] for request in requests]
@@ -122,7 +129,16 @@ class Harness:
             ),
         )
         for batch in results.values():
+            if batch.scheduler_stats is not None:
+                sent = take_step_counts(batch.scheduler_stats)
+                self.gauges = {
+                    name: sent.pop(PREFIX + name)
+                    for name in ("resident_tokens", "logical_tokens")
+                }
+                self.counts.merge(sent)
             for result in batch.outputs:
+                if result.kv_transfer_params is not None:
+                    self.reports[result.request_id] = result.kv_transfer_params
                 if result.finish_reason is not None:
                     self.finished.add(result.request_id)
 
@@ -165,6 +181,8 @@ class Harness:
             scheduler.request_params,
             scheduler.evicted_blocks,
             scheduler.kv_manager.req_to_blocks,
+            scheduler.accounting.requests,
+            scheduler.accounting.reported,
         ):
             assert not table
 
@@ -286,6 +304,72 @@ def test_per_request_budget_is_the_requests_own(harness):
         for name in ("loose", "tight")
     }
     assert held == {"loose": 12, "tight": 4}
+
+
+def test_what_was_evicted_is_counted_and_reported(harness):
+    h = harness(steps_in_flight=1)
+    h.add("a", 400, 100, kv_report=True)
+    h.add("full", 300, 60, kv_policy="full", kv_report=1)
+    h.add("short", 40, 20)
+    h.add("once", 200, 1)
+    h.add("quiet", 300, 60, kv_policy="h2o")
+    h.run()
+    evicted = sum(entry.counts.num_evict for entry in h.planned)
+    assert len(h.planned) > 5
+    assert h.gauges == {"resident_tokens": 0, "logical_tokens": 0}
+    assert h.counts.take() == {
+        f"{PREFIX}requests=keyformer": 3,
+        f"{PREFIX}requests=full": 1,
+        f"{PREFIX}requests=h2o": 1,
+        f"{PREFIX}evicted_tokens": evicted,
+        f"{PREFIX}freed_blocks": evicted // BLOCK_SIZE,
+        f"{PREFIX}compactions": len(h.planned),
+        f"{PREFIX}skipped_evictions=opted_out": 1,
+        f"{PREFIX}skipped_evictions=within_budget": 1,
+        f"{PREFIX}skipped_evictions=prompt": 1,
+    }
+    # 498 tokens when its last step began, 499 in the cache after it; k is 200.
+    assert set(h.reports) == {"a", "full"}
+    assert h.reports["a"]["kv_report"] == {
+        "evicted_tokens": 288,
+        "resident_tokens": 499 - 288,
+        "evictions": 4,
+    }
+    assert h.reports["full"]["kv_report"] == {
+        "evicted_tokens": 0,
+        "resident_tokens": 359,
+        "evictions": 0,
+    }
+
+
+def test_a_preempted_request_reports_what_it_did_since(harness):
+    h = harness(num_blocks=15, budget=0.8, budget_base="sequence")
+    h.add("a", 150, 250, kv_report=True)
+    h.add("b", 150, 250, kv_report=True)
+    h.run()
+    reports = [h.reports[name]["kv_report"] for name in "ab"]
+    assert all(r["evicted_tokens"] + r["resident_tokens"] == 399 for r in reports)
+    assert h.worker.num_evictions == len(h.planned)
+    counts = h.counts.take()
+    assert counts[f"{PREFIX}compactions"] == len(h.planned)
+    # Evictions before a preemption are counted, and not in the report.
+    assert sum(report["evictions"] for report in reports) < len(h.planned)
+
+
+def test_gauges_follow_the_running_requests(harness):
+    h = harness()
+    h.add("a", 500, 100)
+    for _ in range(30):
+        h.step()
+    request = h.scheduler.requests["a"]
+    evicted = h.scheduler.evicted_blocks["a"] * BLOCK_SIZE
+    assert h.gauges == {
+        "logical_tokens": request.num_computed_tokens,
+        "resident_tokens": request.num_computed_tokens - evicted,
+    }
+    assert evicted > 200
+    h.abort("a")
+    h.run()
 
 
 @pytest.mark.parametrize(

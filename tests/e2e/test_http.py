@@ -297,6 +297,7 @@ BAD = [
     ("kv_budget", json.dumps("x" * 2**20)),
     *[("kv_policy", v) for v in ('"nonsense"', "3", '""', "[]")],
     ("kv_policy", json.dumps("y" * 2**20)),
+    ("kv_report", '"maybe"'),
     ("kv_foo", "1"),
     ("kv_sinks", "0"),
 ]
