@@ -205,7 +205,8 @@ def test_no_flag_leaves_additional_config_alone(parser, model):
 def test_flags_reach_a_process_that_reads_them_before_it_loads_plugins(parser, model):
     """As each of several API servers does; see ``_PolicyName``."""
     flags = ["--kv-policy", "h2o", "--kv-sinks", "7"]
-    args = parser.parse_args(["--model", model, "--tokenizer", model, *flags])
+    args = parser.parse_args(["serve", "M", *flags])
+    args.model = model
     code = (
         "import pickle, sys\n"
         "args = pickle.load(sys.stdin.buffer)\n"
