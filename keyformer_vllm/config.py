@@ -273,12 +273,19 @@ class KeyformerConfig:
             if key == "kv_policy":
                 _check_choice(key, value, POLICY_NAMES)
                 changes["policy"] = value
+            elif key == "kv_report":
+                _check_switch(key, value)
             else:
                 changes["budget"] = _check_budget(key, value, self.min_tokens)
         return dataclasses.replace(self, **changes) if changes else self
 
 
-REQUEST_KEYS = ("kv_policy", "kv_budget")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_report")
+
+
+def wants_report(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request asks for a report of what it evicted; checked on arrival."""
+    return bool((extra_args or {}).get("kv_report"))
 
 
 def config_from_additional(additional_config: Any) -> KeyformerConfig | None:
@@ -345,6 +352,12 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise KVPolicyError(
             name, f"{name}={shown(value)} must be one of: {', '.join(allowed)}"
         )
+
+
+def _check_switch(name: str, value: Any) -> None:
+    # vLLM turns the JSON values true and false of `vllm_xargs` into 1 and 0.
+    if not isinstance(value, int) or value not in (0, 1):
+        raise KVPolicyError(name, f"{name}={shown(value)} must be true or false")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

@@ -19,6 +19,7 @@ from keyformer_vllm.config import (
     is_full_budget,
     parse_budget,
     refuse_request_without_policy,
+    wants_report,
 )
 from keyformer_vllm.flags import FLAGS, settings_from_flags
 
@@ -279,7 +280,24 @@ def test_request_overrides_policy_and_budget_only():
     assert not config.with_request({"kv_policy": "full"}).evicts
     both = config.with_request({"kv_policy": "h2o", "kv_budget": 1.0})
     assert both == dataclasses.replace(config, policy="h2o", budget=1.0)
-    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget"}
+    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget", "kv_report"}
+
+
+def test_a_request_asks_for_a_report_or_not():
+    config = make_config()
+    for value in (True, 1):
+        assert config.with_request({"kv_report": value}) is config
+        assert wants_report({"kv_report": value})
+    for extra in ({"kv_report": False}, {"kv_report": 0}, {}, None):
+        assert config.with_request(extra) is config
+        assert not wants_report(extra)
+
+
+@pytest.mark.parametrize("value", ["maybe", "true", "", 2, -1, 1.0, 0.5, None, [], {}])
+def test_request_report_is_refused_by_name(value):
+    with pytest.raises(KVPolicyError, match="must be true or false") as caught:
+        make_config().with_request({"kv_report": value})
+    assert caught.value.parameter == "kv_report"
 
 
 @pytest.mark.parametrize(

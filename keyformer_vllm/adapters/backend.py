@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
 from keyformer_vllm.adapters.score_batch import ScoreBatch
 from keyformer_vllm.config import KeyformerConfig
+from keyformer_vllm.metrics import StepCounts
 
 
 @dataclass
@@ -30,6 +32,7 @@ class LayerSide:
         place: int32, same shape; None: the bias, if any, goes by position.
         layout: packing of K and V inside a block.
         ring: the layer's waiting queries (``QueryRing.layer``); None: none wait.
+        counts: the worker's, for the time that scoring takes.
     """
 
     layer_index: int
@@ -39,6 +42,7 @@ class LayerSide:
     place: torch.Tensor | None
     layout: str
     ring: torch.Tensor | None
+    counts: StepCounts
 
 
 class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
@@ -212,6 +216,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
         """
         side = self.side
         assert side is not None, "side data was not bound to this layer"
+        started = perf_counter_ns()
         ops.score_keys(
             query,
             kv_cache,
@@ -220,6 +225,7 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             *batch.arguments(),
             **self._score_settings(side),
         )
+        side.counts.add("scoring_seconds", perf_counter_ns() - started)
 
 
 @contextmanager

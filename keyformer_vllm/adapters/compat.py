@@ -23,7 +23,13 @@ _NAMES = {
     "EngineArgs": ("vllm.engine.arg_utils", "EngineArgs"),
     "InputProcessor": ("vllm.v1.engine.input_processor", "InputProcessor"),
     "AsyncLLM": ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    "StatLoggerManager": ("vllm.v1.metrics.loggers", "StatLoggerManager"),
+    "AggregateStatLoggerBase": (
+        "vllm.v1.metrics.loggers",
+        "AggregateStatLoggerBase",
+    ),
     "VLLMValidationError": ("vllm.exceptions", "VLLMValidationError"),
+    "RequestOutputKind": ("vllm.sampling_params", "RequestOutputKind"),
     "vllm_envs": ("vllm", "envs"),
     "init_logger": ("vllm.logger", "init_logger"),
     # Scheduler process.
@@ -57,6 +63,7 @@ _NAMES = {
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadataBuilder",
     ),
+    "EMPTY_MODEL_RUNNER_OUTPUT": ("vllm.v1.outputs", "EMPTY_MODEL_RUNNER_OUTPUT"),
     "cpu_attention_isa": ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"),
     "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
     "cpu_ops": ("vllm", "_custom_ops"),
@@ -119,6 +126,44 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     return {
         name: layer for name, layer in context.items() if isinstance(layer, layer_type)
     }
+
+
+_STEP_COUNTS = "keyformer_step_counts"
+
+
+def attach_step_counts(carrier: Any, counts: dict[str, int]) -> None:
+    """Send counts along with a worker's output or a scheduler's statistics.
+
+    A ``ModelRunnerOutput`` is pickled, so an attribute travels with it. A
+    ``SchedulerStats`` is encoded by its declared fields: a subclass would lose what it
+    adds. So the counts go into its one dict of integers that the engine fills. vLLM
+    reads that by keys of its own, and all its entries are 0 with a policy, which does
+    not go with KV connectors. The connectors' own dicts would not do: vLLM fails
+    when one arrives and no connector is configured.
+
+    Args:
+        carrier: vLLM's ``ModelRunnerOutput`` or ``SchedulerStats``. Mutated.
+        counts: keys start with ``keyformer:``.
+    """
+    if hasattr(carrier, "num_kv_fetch_reqs_by_stage"):
+        carrier.num_kv_fetch_reqs_by_stage.update(counts)
+    else:
+        assert carrier is not __getattr__("EMPTY_MODEL_RUNNER_OUTPUT"), "is shared"
+        setattr(carrier, _STEP_COUNTS, counts)
+
+
+def take_step_counts(carrier: Any) -> dict[str, int]:
+    """Counts that travelled along, taken off the carrier; empty when there are none.
+
+    Args:
+        carrier: vLLM's ``ModelRunnerOutput`` or ``SchedulerStats``. Mutated.
+    """
+    by_stage = getattr(carrier, "num_kv_fetch_reqs_by_stage", None)
+    if by_stage is None:
+        found: dict[str, int] = vars(carrier).pop(_STEP_COUNTS, {})
+        return found
+    ours = [key for key in by_stage if key.startswith("keyformer:")]
+    return {key: by_stage.pop(key) for key in ours}
 
 
 def uses_alibi(vllm_config: Any) -> bool:

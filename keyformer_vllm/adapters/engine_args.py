@@ -15,7 +15,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from keyformer_vllm.adapters import compat, request_validation, validation
+from keyformer_vllm.adapters import (
+    compat,
+    request_validation,
+    stat_logger,
+    validation,
+)
 from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -155,6 +160,8 @@ def _wrap_from_cli(stock: Callable[..., Any]) -> Callable[..., Any]:
         engine_args = stock(cls, args)
         setattr(engine_args, _FROM_CLI, True)
         given = {flag.dest: getattr(args, flag.dest, None) for flag in FLAGS}
+        if isinstance(given["kv_policy"], _PolicyName):
+            given["kv_policy"] = str(given["kv_policy"])
         settings = settings_from_flags(given)
         if settings is not None:
             with _exit_if_refused(from_cli=True):
@@ -175,6 +182,7 @@ def _wrap_create(stock: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             with _exit_if_refused(from_cli):
                 validation.check_vllm_config(config.policy, vllm_config)
+            stat_logger.install()
         return vllm_config
 
     setattr(create_engine_config, _WRAPPED, True)
@@ -197,7 +205,24 @@ class _PolicyAction(argparse.Action):
         if values != "full":
             with _exit_if_refused(from_cli=True):
                 validation.check_environment(values)
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, _PolicyName(values))
+
+
+class _PolicyName(str):
+    """A policy on a command line that is sent to other processes.
+
+    With several API servers vLLM sends the parsed command line to each, and there
+    reads it before it loads plugins: the flags would be lost. Unpickling this value
+    comes earlier still and puts our wraps in place.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        return _arrive, (str(self),)
+
+
+def _arrive(policy: str) -> _PolicyName:
+    install()
+    return _PolicyName(policy)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,14 @@ from keyformer_vllm.config import (
     KVPolicyError,
     config_from_additional,
     refuse_request_without_policy,
+    wants_report,
 )
 
 _WRAPPED = "_keyformer_wrapped"
 _MAX_NAME = 60
+_NO_REPORT_STREAMED = ("cmpl-", "chatcmpl-")
+"""Ids of requests whose streamed chunks have no field for a report: completions, chat
+(``vllm/entrypoints/openai/*/serving.py`` begin them so)."""
 
 
 def install() -> None:
@@ -63,6 +67,30 @@ def check_request(additional_config: Any, extra_args: Any) -> None:
         raise compat.VLLMValidationError(
             str(error), parameter=f"vllm_xargs.{error.parameter[:_MAX_NAME]}"
         ) from None
+
+
+def check_streamed_report(sampling_params: Any, request_id: str) -> None:
+    """Refuse to promise a report that a streamed answer cannot carry.
+
+    Args:
+        sampling_params: of a request that :func:`check_request` let through.
+        request_id: tells by its start which endpoint asks.
+
+    Raises:
+        VLLMValidationError: for streamed completions and chat.
+    """
+    streamed = sampling_params.output_kind is compat.RequestOutputKind.DELTA
+    if (
+        streamed
+        and request_id.startswith(_NO_REPORT_STREAMED)
+        and wants_report(sampling_params.extra_args)
+    ):
+        raise compat.VLLMValidationError(
+            "kv_report cannot be combined with stream: the chunks of streamed "
+            "completions and chat have no field for it; ask without stream, or use "
+            "/v1/responses, whose last event carries it",
+            parameter="vllm_xargs.kv_report",
+        )
 
 
 def check_session(additional_config: Any, resumable: bool) -> None:
@@ -107,13 +135,19 @@ def _wrap_process(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def generate(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        self: Any,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # Now, not when the caller first waits for the asynchronous generator.
         check_request(
             self.vllm_config.additional_config,
             getattr(sampling_params, "extra_args", None),
         )
-        return stock(self, prompt, sampling_params, *args, **kwargs)
+        check_streamed_report(sampling_params, request_id)
+        return stock(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     return generate

@@ -15,8 +15,8 @@ from keyformer_vllm.core.selection import RUN_SIZE
 
 def resolve_request(
     server: KeyformerConfig, request: Any, block_size: int
-) -> tuple[Retention, RequestParams]:
-    """Settings of one request as integers.
+) -> tuple[KeyformerConfig, Retention, RequestParams]:
+    """Settings of one request, and the same as integers.
 
     Args:
         server: the server's policy.
@@ -38,7 +38,7 @@ def resolve_request(
     noisy = policy.uses_noise and config.noise == "gumbel"
     keyed = noisy or policy.random_rank
     last_queries = config.num_score_queries
-    return retention, RequestParams(
+    params = RequestParams(
         tracked=tracked,
         scores=tracked and policy.scores,
         noise_key=(
@@ -54,3 +54,4 @@ def resolve_request(
         run_size=RUN_SIZE if config.select == "block" else 1,
         random=policy.random_rank,
     )
+    return config, retention, params

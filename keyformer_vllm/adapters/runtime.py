@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.adapters.trace import TraceWriter
 from keyformer_vllm.config import KeyformerConfig
+from keyformer_vllm.metrics import StepCounts
 from keyformer_vllm.ops.layout import (
     LAYOUTS,
     page_bytes,
@@ -53,6 +55,7 @@ class WorkerRuntime:
         self.config = config
         self.table = RequestTable()
         self.in_step = False
+        self.counts = StepCounts()
         self._model_runner = model_runner
         layers = compat.attention_layers(vllm_config)
         foreign = [
@@ -105,6 +108,7 @@ class WorkerRuntime:
                 place=None if self.place is None else self.place[index],
                 layout=self.layout,
                 ring=self.ring.layer(index) if self.ring is not None else None,
+                counts=self.counts,
             )
         for builder in compat.metadata_builders(model_runner):
             builder.bind(self)
@@ -144,6 +148,17 @@ class WorkerRuntime:
         finally:
             self.in_step = False
 
+    def sample_tokens(self, sample: Any, *args: Any) -> Any:
+        """Finish the step and send what was counted in it along with its tokens.
+
+        Args:
+            sample: the model runner's own ``sample_tokens``.
+            args: its arguments, handed through.
+        """
+        output = sample(*args)
+        compat.attach_step_counts(output, self.counts.take())
+        return output
+
     def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
         """Select and compact all layers and heads of all due requests."""
         entries = list(evictions.values())
@@ -158,6 +173,7 @@ class WorkerRuntime:
         )
         kv_lens, num_evict, num_sinks, recent_start = counts.T.contiguous()
         self.score_waiting(rows, block_table, kv_lens)
+        started = perf_counter_ns()
         keep = ops.select_keep(
             self.score,
             self.position,
@@ -174,6 +190,7 @@ class WorkerRuntime:
             first_kv_head=self.first_kv_head,
             impl="cpu",
         )
+        selected = perf_counter_ns()
         ops.compact_kv(
             self.kv_pages,
             self.score,
@@ -187,6 +204,8 @@ class WorkerRuntime:
         )
         if self.place is not None:
             self._renumber(entries)
+        self.counts.add("selection_seconds", selected - started)
+        self.counts.add("compaction_seconds", perf_counter_ns() - selected)
         if self.config.poison_freed:
             self.poison_blocks(
                 block for entry in entries for block in self._blocks(entry)[0]

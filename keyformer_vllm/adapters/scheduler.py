@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.accounting import REPORT_KEY, Accounting
 from keyformer_vllm.adapters.kv_cache_manager import KeyformerManager
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.plan import (
@@ -24,7 +25,11 @@ from keyformer_vllm.adapters.plan import (
 from keyformer_vllm.adapters.query_ring import RingShape
 from keyformer_vllm.adapters.requests import resolve_request
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
-from keyformer_vllm.config import KeyformerConfig, config_from_additional
+from keyformer_vllm.config import (
+    KeyformerConfig,
+    config_from_additional,
+    wants_report,
+)
 from keyformer_vllm.core.capacity import estimate_capacity
 from keyformer_vllm.core.policies import get_policy
 from keyformer_vllm.core.retention import Retention
@@ -65,17 +70,20 @@ class KeyformerSchedulerMixin:
         self.retentions: dict[str, Retention] = {}
         self.request_params: dict[str, RequestParams] = {}
         self.evicted_blocks: dict[str, int] = {}
+        self.accounting = Accounting(self.kv_manager.block_size)
         logger.info(describe_policy(config, self.vllm_config, self.kv_cache_config))  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
         # First what can raise: a request refused here must not stay in a queue.
-        retention, params = resolve_request(
+        config, retention, params = resolve_request(
             self.kv_config, request, self.kv_manager.block_size
         )
         super().add_request(request)  # type: ignore[misc]
         if params.tracked:
             self.retentions[request.request_id] = retention
         self.request_params[request.request_id] = params
+        reported = wants_report(request.sampling_params.extra_args)
+        self.accounting.arrived(request.request_id, config, reported)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         evictions = self._evict_due_requests()
@@ -83,13 +91,35 @@ class KeyformerSchedulerMixin:
         # A request preempted in this very step lost all its blocks: nothing of
         # it is left to compact.
         for request_id in output.preempted_req_ids or ():
-            evictions.pop(request_id, None)
+            if evictions.pop(request_id, None) is not None:
+                self.accounting.dropped()
+        self.accounting.evicted(evictions)
         new_requests = {
             new.req_id: self.request_params[new.req_id]
             for new in output.scheduled_new_reqs
         }
         setattr(output, PLAN_ATTRIBUTE, StepPlan(new_requests, evictions))
         return output
+
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        self.accounting.counts.merge(compat.take_step_counts(model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.accounting.reported:
+            self._report_running(outputs)
+        return outputs
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            logical = sum(r.num_computed_tokens for r in self.running)  # type: ignore[attr-defined]
+            evicted = sum(self.evicted_blocks.values()) * self.kv_manager.block_size
+            counts = self.accounting.counts
+            counts.add("logical_tokens", logical)
+            counts.add("resident_tokens", logical - evicted)
+            compat.attach_step_counts(stats, counts.take())
+        return stats
 
     def _evict_due_requests(self) -> dict[str, EvictionEntry]:
         """Free blocks of every request past its budget by a block or more."""
@@ -115,14 +145,34 @@ class KeyformerSchedulerMixin:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         self.evicted_blocks.pop(request.request_id, None)
+        self.accounting.restarted(request.request_id)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        params, *others = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
         request_id = request.request_id
+        evicted_blocks = self.evicted_blocks.get(request_id, 0)
+        report = self.accounting.finished(request, evicted_blocks)
+        if report is not None:
+            params = {**(params or {}), REPORT_KEY: report}
         self.retentions.pop(request_id, None)
         self.request_params.pop(request_id, None)
         self.evicted_blocks.pop(request_id, None)
-        return result
+        return params, *others
+
+    def _report_running(self, outputs: Any) -> None:
+        """Put reports on the outputs of running requests that asked for one.
+
+        A stop string is found in the front end: which output is the last one is not
+        known here.
+        """
+        for batch in outputs.values():
+            for output in batch.outputs:
+                request_id = output.request_id
+                if request_id in self.accounting.reported:
+                    request = self.requests[request_id]  # type: ignore[attr-defined]
+                    evicted_blocks = self.evicted_blocks.get(request_id, 0)
+                    report = self.accounting.report(request, evicted_blocks)
+                    output.kv_transfer_params = {REPORT_KEY: report}
 
 
 class KeyformerScheduler(KeyformerSchedulerMixin, compat.Scheduler):  # type: ignore[misc]

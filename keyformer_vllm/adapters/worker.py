@@ -52,11 +52,14 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
         self.keyformer = WorkerRuntime(
             self._kv_config, self.vllm_config, self.model_runner, self.rank
         )
-        # The legacy Ray executor calls the runner, not the worker; so the hook
-        # sits on the runner's method.
+        # The legacy Ray executor calls the runner, not the worker; so the hooks
+        # sit on the runner's methods.
         runner = self.model_runner
         runner.execute_model = partial(
             self.keyformer.execute_model, runner.execute_model
+        )
+        runner.sample_tokens = partial(
+            self.keyformer.sample_tokens, runner.sample_tokens
         )
 
     @property

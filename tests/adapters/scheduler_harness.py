@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from keyformer_vllm.adapters.compat import take_step_counts
+from keyformer_vllm.adapters.plan import plan_of
+from keyformer_vllm.metrics import PREFIX, StepCounts
 from tests.adapters.fake_worker import FakeWorker
 
 BLOCK_SIZE = 32
@@ -73,6 +76,12 @@ class Harness:
         self.num_blocks = num_blocks
         self.finished: set[str] = set()
         self.stopping: set[str] = set()
+        self.counts = StepCounts()
+        """Of all steps, as sent to the front end."""
+        self.gauges: dict[str, int] = {}
+        """As last sent."""
+        self.reports: dict[str, Any] = {}
+        self.planned: list[Any] = []
         self.pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
 
     def add(self, name: str, prompt: int, new: int, **extra: Any) -> Any:
@@ -99,6 +108,7 @@ class Harness:
         # The worker's queue is in order: it sees a step's plan and blocks exactly
         # when it runs that step, however far the scheduler is ahead.
         self.worker.step(output)
+        self.planned += plan_of(output).evictions.values()
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         sampled = [
@@ -126,7 +136,16 @@ class Harness:
             ),
         )
         for batch in results.values():
+            if batch.scheduler_stats is not None:
+                sent = take_step_counts(batch.scheduler_stats)
+                self.gauges = {
+                    name: sent.pop(PREFIX + name)
+                    for name in ("resident_tokens", "logical_tokens")
+                }
+                self.counts.merge(sent)
             for result in batch.outputs:
+                if result.kv_transfer_params is not None:
+                    self.reports[result.request_id] = result.kv_transfer_params
                 if result.finish_reason is not None:
                     self.finished.add(result.request_id)
 
@@ -169,5 +188,7 @@ class Harness:
             scheduler.request_params,
             scheduler.evicted_blocks,
             scheduler.kv_manager.req_to_blocks,
+            scheduler.accounting.requests,
+            scheduler.accounting.reported,
         ):
             assert not table

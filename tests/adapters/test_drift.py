@@ -35,6 +35,30 @@ def test_an_unknown_name_is_an_attribute_error():
 SIGNATURES = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self", "throttle_prefills"],
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": ["self", "request"],
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": [
+        "self",
+        "scheduler_output",
+        "model_runner_output",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": [
+        "self",
+        "spec_decoding_stats",
+        "kv_connector_stats",
+        "cudagraph_stats",
+        "perf_stats",
+        "ec_connector_stats",
+    ],
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record": [
+        "self",
+        "scheduler_stats",
+        "iteration_stats",
+        "mm_cache_stats",
+        "engine_idx",
+    ],
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": [
+        "self",
+        "grammar_output",
+    ],
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": [
         "self",
         "request",
@@ -158,6 +182,7 @@ FIELDS = {
         "non_causal",
         "head_size_v",
     },
+    "vllm.v1.metrics.stats:SchedulerStats": {"num_kv_fetch_reqs_by_stage"},
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": {"block_id", "ref_cnt", "is_null"},
 }
 
@@ -175,6 +200,21 @@ SOURCES = {
         "self.reset_preempted_req_ids.add(request.request_id)",
         "request.is_prefill_chunk = request.num_computed_tokens < (",
         "self.finished_req_ids",
+        "request.num_in_flight_tokens -= num_tokens_scheduled",
+        # What _free_request returns first ends up in the last output.
+        "kv_transfer_params, ec_transfer_params = self._free_request(request)",
+        "kv_transfer_params=kv_transfer_params,",
+        "num_kv_fetch_reqs_by_stage=self._kv_fetch_counts.copy()",
+    ),
+    "vllm.v1.metrics.loggers:StatLoggerManager": (
+        "self.stat_loggers: list[AggregateStatLoggerBase] = []",
+        "self.engine_indexes = ",
+        "for stat_logger in self.stat_loggers:",
+    ),
+    # Ids that tell streamed completions and chat, which carry no report.
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ('f"cmpl-{',),
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat": (
+        'f"chatcmpl-{',
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "self.input_batch.req_ids",
@@ -195,6 +235,30 @@ def test_instance_attributes_we_reach_for(path):
     source = inspect.getsource(_resolve(path))
     missing = [text for text in SOURCES[path] if text not in source]
     assert not missing
+
+
+def test_counts_travel_with_a_worker_s_output_and_a_scheduler_s_statistics():
+    import pickle
+
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    counts = {"keyformer:freed_blocks": 3}
+    output = ModelRunnerOutput([], {})
+    compat.attach_step_counts(output, counts)
+    arrived = pickle.loads(pickle.dumps(output))
+    assert compat.take_step_counts(arrived) == counts
+    assert compat.take_step_counts(arrived) == {}
+    stats = SchedulerStats(num_kv_fetch_reqs_by_stage={"in_progress": 0})
+    compat.attach_step_counts(stats, counts)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
+    assert compat.take_step_counts(arrived) == counts
+    assert arrived.num_kv_fetch_reqs_by_stage == {"in_progress": 0}
+    with pytest.raises(AssertionError, match="is shared"):
+        compat.attach_step_counts(compat.EMPTY_MODEL_RUNNER_OUTPUT, counts)
 
 
 def test_scheduler_output_takes_our_plan_through_pickling():

@@ -203,6 +203,25 @@ def test_no_flag_leaves_additional_config_alone(parser, model):
     assert engine_args_of(args, model).additional_config == {}
 
 
+def test_flags_reach_a_process_that_reads_them_before_it_loads_plugins(parser, model):
+    """As each of several API servers does; see ``_PolicyName``."""
+    flags = ["--kv-policy", "h2o", "--kv-sinks", "7"]
+    args = parser.parse_args(["serve", "M", *flags])
+    args.model = model
+    code = (
+        "import pickle, sys\n"
+        "args = pickle.load(sys.stdin.buffer)\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "engine_args = AsyncEngineArgs.from_cli_args(args)\n"
+        "settings = engine_args.additional_config['keyformer']\n"
+        "assert settings == {'policy': 'h2o', 'sinks': 7}, settings\n"
+        "assert type(settings['policy']) is str\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(args), check=True, timeout=300
+    )
+
+
 def test_flags_join_what_others_put_into_additional_config(parser, model):
     words = ["M", "--kv-policy=h2o", "--additional-config", '{"other": 1}']
     args = parser.parse_args(["serve", *words])

@@ -16,6 +16,7 @@ import pytest
 from keyformer_vllm.adapters.plan import plan_of
 from keyformer_vllm.adapters.scheduler import describe_policy
 from keyformer_vllm.config import KVPolicyError
+from keyformer_vllm.metrics import PREFIX
 from tests.adapters.scheduler_harness import BLOCK_SIZE, Harness
 
 
@@ -136,6 +137,72 @@ def test_per_request_budget_is_the_requests_own(harness):
         for name in ("loose", "tight")
     }
     assert held == {"loose": 12, "tight": 4}
+
+
+def test_what_was_evicted_is_counted_and_reported(harness):
+    h = harness(steps_in_flight=1)
+    h.add("a", 400, 100, kv_report=True)
+    h.add("full", 300, 60, kv_policy="full", kv_report=1)
+    h.add("short", 40, 20)
+    h.add("once", 200, 1)
+    h.add("quiet", 300, 60, kv_policy="h2o")
+    h.run()
+    evicted = sum(entry.counts.num_evict for entry in h.planned)
+    assert len(h.planned) > 5
+    assert h.gauges == {"resident_tokens": 0, "logical_tokens": 0}
+    assert h.counts.take() == {
+        f"{PREFIX}requests=keyformer": 3,
+        f"{PREFIX}requests=full": 1,
+        f"{PREFIX}requests=h2o": 1,
+        f"{PREFIX}evicted_tokens": evicted,
+        f"{PREFIX}freed_blocks": evicted // BLOCK_SIZE,
+        f"{PREFIX}compactions": len(h.planned),
+        f"{PREFIX}skipped_evictions=opted_out": 1,
+        f"{PREFIX}skipped_evictions=within_budget": 1,
+        f"{PREFIX}skipped_evictions=prompt": 1,
+    }
+    # 498 tokens when its last step began, 499 in the cache after it; k is 200.
+    assert set(h.reports) == {"a", "full"}
+    assert h.reports["a"]["kv_report"] == {
+        "evicted_tokens": 288,
+        "resident_tokens": 499 - 288,
+        "evictions": 4,
+    }
+    assert h.reports["full"]["kv_report"] == {
+        "evicted_tokens": 0,
+        "resident_tokens": 359,
+        "evictions": 0,
+    }
+
+
+def test_a_preempted_request_reports_what_it_did_since(harness):
+    h = harness(num_blocks=15, budget=0.8, budget_base="sequence")
+    h.add("a", 150, 250, kv_report=True)
+    h.add("b", 150, 250, kv_report=True)
+    h.run()
+    reports = [h.reports[name]["kv_report"] for name in "ab"]
+    assert all(r["evicted_tokens"] + r["resident_tokens"] == 399 for r in reports)
+    assert h.worker.num_evictions == len(h.planned)
+    counts = h.counts.take()
+    assert counts[f"{PREFIX}compactions"] == len(h.planned)
+    # Evictions before a preemption are counted, and not in the report.
+    assert sum(report["evictions"] for report in reports) < len(h.planned)
+
+
+def test_gauges_follow_the_running_requests(harness):
+    h = harness()
+    h.add("a", 500, 100)
+    for _ in range(30):
+        h.step()
+    request = h.scheduler.requests["a"]
+    evicted = h.scheduler.evicted_blocks["a"] * BLOCK_SIZE
+    assert h.gauges == {
+        "logical_tokens": request.num_computed_tokens,
+        "resident_tokens": request.num_computed_tokens - evicted,
+    }
+    assert evicted > 200
+    h.abort("a")
+    h.run()
 
 
 @pytest.mark.parametrize(

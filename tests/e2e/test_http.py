@@ -299,6 +299,7 @@ BAD = [
     ("kv_budget", json.dumps([0.5] * 2**18)),
     *[("kv_policy", v) for v in ('"nonsense"', "3", '""', "[]")],
     ("kv_policy", json.dumps("y" * 2**20)),
+    ("kv_report", '"maybe"'),
     ("kv_foo", "1"),
     ("kv_sinks", "0"),
 ]

@@ -26,7 +26,13 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    "xargs", [{"kv_policy": "keyformer"}, {"kv_policy": "full"}, {"kv_budget": 0.5}]
+    "xargs",
+    [
+        {"kv_policy": "keyformer"},
+        {"kv_policy": "full"},
+        {"kv_budget": 0.5},
+        {"kv_report": True},
+    ],
 )
 def test_a_policy_asked_of_a_server_that_has_none(server, path, xargs):
     (key,) = xargs
@@ -46,3 +52,6 @@ def test_nothing_of_ours_is_at_work(server):
     text = server.log.read_text(errors="replace")
     assert "KV policy" not in text
     assert "--kv-policy" not in text
+    exported = server.http.get("/metrics").text
+    assert "vllm:num_requests_running" in exported
+    assert "keyformer" not in exported
