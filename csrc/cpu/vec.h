@@ -93,6 +93,23 @@ inline VecF add_product(float query, VecF keys, VecF sum) {
   }
 }
 
+inline VecU xor_three(VecU a, VecU b, VecU c) {
+#if defined(__AVX512F__)
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+// (a ^ b) | c
+inline VecU xor_or(VecU a, VecU b, VecU c) {
+#if defined(__AVX512F__)
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0xBE);
+#else
+  return (a ^ b) | c;
+#endif
+}
+
 // The larger of each lane; where `a` is NaN, `b`: a NaN must be on the right to survive.
 inline VecF larger(VecF a, VecF b) {
 #if defined(__AVX512F__)
