@@ -18,20 +18,21 @@ from setuptools.command.build_ext import build_ext
 CPU_SOURCES = Path("csrc/cpu")
 
 # Flags of one source file: only these files may contain such instructions.
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = [
+    *AVX2_FLAGS,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    # False alarms inside g++ 12's own intrinsics header.
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 FLAGS_OF_SOURCE = {
-    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512.cpp": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-        # False alarms inside g++ 12's own intrinsics header.
-        "-Wno-maybe-uninitialized",
-        "-Wno-uninitialized",
-    ],
+    "isa_avx2.cpp": AVX2_FLAGS,
+    "isa_avx512.cpp": AVX512_FLAGS,
+    "isa_avx512bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
 }
 
 COMPILE_FLAGS = [
@@ -55,7 +56,7 @@ class BuildNative(build_ext):
         if shutil.which(compiler[0]) is None:
             sys.exit(
                 f"keyformer-vllm: no C++ compiler ({compiler[0]} is not on the path). "
-                "Install g++ 9 or newer, or set CXX, and build again."
+                "Install g++ 10 or newer, or set CXX, and build again."
             )
         torch_root = find_torch()
         ext.include_dirs.append(str(torch_root / "include"))

@@ -3,6 +3,8 @@
 // key and each value is read and widened once for all heads of a tile.
 #pragma once
 
+#include <type_traits>
+
 #include "vec.h"
 
 namespace keyformer::KEYFORMER_ISA {
@@ -14,6 +16,8 @@ constexpr int kMaxTileHeads = 4;
 // K [head_size, block_size], V [block_size, head_size].
 template <typename T>
 struct VecBlock {
+  static constexpr bool kPairs = kHasPairs && std::is_same_v<T, BFloat16>;
+
   const T* keys;
   const T* values;
   int64_t block_size;
@@ -32,6 +36,12 @@ struct VecBlock {
     *second = load_as_float(source + block_size);
   }
 
+  // Pairs of dimensions d and d + 1 of the keys of tokens [t, t + 2 * kLanes).
+  void load_key_pairs(int64_t t, int64_t d, VecF pairs[2]) const {
+    const T* source = keys + d * block_size + t;
+    interleave(source, source + block_size, pairs);
+  }
+
   // Dimensions [d, d + kLanes) of the values of tokens t and t + 1, t even.
   void load_values(int64_t t, int64_t d, VecF* first, VecF* second) const {
     const T* source = values + t * head_size + d;
@@ -43,6 +53,8 @@ struct VecBlock {
 // bf16 in pairs. K: groups of 16 tokens, inside them pairs of dimensions. V: groups of 16
 // dimensions, inside them pairs of tokens.
 struct AmxBlock {
+  static constexpr bool kPairs = kHasPairs;
+
   const BFloat16* keys;
   const BFloat16* values;
   int64_t block_size;
@@ -60,6 +72,12 @@ struct AmxBlock {
 
   void load_values(int64_t t, int64_t d, VecF* first, VecF* second) const {
     load_pairs(values + d / 16 * 16 * block_size + t / 2 * 32 + d % 16 * 2, first, second);
+  }
+
+  void load_key_pairs(int64_t t, int64_t d, VecF pairs[2]) const {
+    const BFloat16* source = keys + t * head_size + d / 2 * 32;
+    pairs[0] = load<VecF>(source);
+    pairs[1] = load<VecF>(source + 16 * head_size);
   }
 
   static void load_pairs(const BFloat16* source, VecF* first, VecF* second) {
@@ -86,6 +104,18 @@ void multiply_keys(const Block& block, int64_t chunk, const float* query, float 
   for (int64_t t = 0; t < kKeyChunk; t += kVectors * kLanes) {
     VecF sums[kHeads][kVectors] = {};
     for (int64_t d = 0; d < block.head_size; d += 2) {
+      if constexpr (Block::kPairs) {
+        static_assert(kVectors == 2, "pairs come in two vectors");
+        VecF pairs[kVectors];
+        block.load_key_pairs(chunk + t, d, pairs);
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          const float q = query[h * block.head_size + d / 2];
+          sums[h][0] = add_product<true>(q, pairs[0], sums[h][0]);
+          sums[h][1] = add_product<true>(q, pairs[1], sums[h][1]);
+        }
+        continue;
+      }
       VecF first[kVectors];
       VecF second[kVectors];
 #pragma GCC unroll 8

@@ -89,6 +89,9 @@ void attend_range_of(const AttendRow& row, int64_t begin, int64_t end, const Ran
     const Block block(row.keys + offset, row.values + offset, row.block_size, head_size);
     const int64_t token = key % row.block_size;
     const int64_t left = end - key;
+    if (left > row.block_size - token) {
+      prefetch(row.values + block_offset(key + row.block_size - token), half_bytes);
+    }
     const int64_t num_tokens = left < row.block_size - token ? left : row.block_size - token;
     for_each_head_tile(row.num_heads, [&](int64_t head, auto heads) {
       add_values<heads.value, value_vectors(heads.value)>(

@@ -28,7 +28,7 @@ struct AttendRow {
   const char* values;          // V, likewise
   int64_t block_bytes;         // from block to block
   const int32_t* block_table;  // [num_blocks of the request]
-  const float* query;          // [num_heads, head_size]
+  const float* query;          // [num_heads, head_size], as load_query leaves it
   const float* alibi_slopes;   // [num_heads], nullptr: no bias
   const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
   // Of this KV head, [num_keys, padded to whole chunks], for noise and for bias; only read where

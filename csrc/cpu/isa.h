@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "attend_row.h"
 #include "noise.h"
 #include "paged_cache.h"
@@ -23,12 +27,14 @@ struct ScoreTile {
   const char* keys;            // K of this (layer, KV head) in block 0
   int64_t block_bytes;         // from block to block
   const int32_t* block_table;  // [num_blocks of the request]
-  const float* query;          // [num_rows, num_heads, head_size]
-  const int32_t* visible;      // [num_rows] keys the row sees, ascending
-  const float* tau;            // [num_rows]
-  const RowKey* row_keys;      // [num_rows, num_heads], nullptr: no noise
-  const float* alibi_slopes;   // [num_heads], nullptr: no bias
-  const float* sinks;          // [num_heads] logits that only the normaliser sees, nullptr: none
+  // [query vectors / product_vectors, head_size, product_vectors]: the vectors (row, head) in
+  // ascending order, as load_query leaves them; the last ones may be missing
+  const float* query;
+  const int32_t* visible;     // [num_rows] keys the row sees, ascending
+  const float* tau;           // [num_rows]
+  const RowKey* row_keys;     // [num_rows, num_heads], nullptr: no noise
+  const float* alibi_slopes;  // [num_heads], nullptr: no bias
+  const float* sinks;         // [num_heads] logits that only the normaliser sees, nullptr: none
   // Of this KV head, [keys, padded to whole chunks], for noise and for bias; only read where there
   // is any.
   const int32_t* positions;
@@ -43,8 +49,10 @@ struct ScoreTile {
 struct IsaKernels {
   const char* name;
   int64_t product_vectors;  // query vectors that one register-blocked product takes
-  // Converts one query vector to fp32.
-  void (*widen)(const char* source, ElementType type, int64_t count, float* target);
+  // Converts one query vector to what the products take: fp32, or pairs of bf16 in half as many
+  // words. Word i goes to target[i * stride].
+  void (*load_query)(const char* source, ElementType type, int64_t head_size, float* target,
+                     int64_t stride);
   // Fills the weights of each row and head and the inverse of their sums.
   void (*compute_tile)(const ScoreTile& tile);
   // Adds the normalised rows of a computed tile, in order, to the scores of this KV head; the
@@ -78,12 +86,24 @@ const IsaKernels& kernels();
 namespace avx512 {
 const IsaKernels& kernels();
 }
+namespace avx512bf16 {
+const IsaKernels& kernels();
+}
 #endif
 
-enum class Isa : int32_t { kAuto = 0, kBaseline = 1, kAvx2 = 2, kAvx512 = 3 };
+enum class Isa : int32_t { kAuto = 0, kBaseline = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Bf16 = 4 };
+
+#if defined(__x86_64__)
+// Asked for directly: not every compiler knows this name in __builtin_cpu_supports.
+inline bool cpu_has_bf16_products() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 5 & 1u) != 0;
+}
+#endif
 
 inline bool cpu_has(Isa isa) {
 #if defined(__x86_64__)
+  if (isa == Isa::kAvx512Bf16) return cpu_has(Isa::kAvx512) && cpu_has_bf16_products();
   if (isa == Isa::kAvx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -98,9 +118,11 @@ inline bool cpu_has(Isa isa) {
 inline const IsaKernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAuto) {
+    if (cpu_has(Isa::kAvx512Bf16)) return avx512bf16::kernels();
     if (cpu_has(Isa::kAvx512)) return avx512::kernels();
     if (cpu_has(Isa::kAvx2)) return avx2::kernels();
   }
+  if (isa == Isa::kAvx512Bf16) return avx512bf16::kernels();
   if (isa == Isa::kAvx512) return avx512::kernels();
   if (isa == Isa::kAvx2) return avx2::kernels();
 #endif

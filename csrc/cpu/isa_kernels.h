@@ -14,7 +14,7 @@ namespace keyformer::KEYFORMER_ISA {
 const IsaKernels& kernels() {
   static constexpr IsaKernels kKernels = {KEYFORMER_STRINGIZE(KEYFORMER_ISA),
                                           kTileRows,
-                                          widen,
+                                          load_query,
                                           compute_tile,
                                           add_tile,
                                           fill_noise,

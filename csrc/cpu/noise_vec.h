@@ -41,12 +41,11 @@ inline VecF draw_uniform(RowKey row, const int32_t* positions) {
   VecU x = row.a + load<VecU>(positions) * kGolden;
   x ^= x >> 16;
   x *= kMixA;
-  x ^= row.b;
-  x ^= x >> 15;
+  // The same as x ^= row.b; x ^= x >> 15: a shift distributes over the exclusive or.
+  x = xor_three(x, x >> 15, VecU{} + (row.b ^ (row.b >> 15)));
   x *= kMixB;
-  x ^= x >> 16;
-  // The 23 bits as a mantissa give 1 + 2 r / 2^24; the difference is exact.
-  return bit_cast<VecF>((x >> 9) | 0x3F800000u) - 0x1.fffffep-1f;
+  // 23 bits of x ^ (x >> 16) as a mantissa give 1 + 2 r / 2^24; the difference is exact.
+  return bit_cast<VecF>(xor_or(x >> 9, x >> 25, VecU{} + 0x3F800000u)) - 0x1.fffffep-1f;
 }
 
 // Noise is drawn in short passes over a stretch of keys that stays in the L1 cache. One pass per

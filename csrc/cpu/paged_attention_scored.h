@@ -210,8 +210,8 @@ class Attention {
     for (int64_t h = 0; h < group_; ++h) {
       const int64_t offset = (item.first_token + r) * inputs_.query_token_stride +
                              (kv_head * group_ + h) * inputs_.query_head_stride;
-      kernels_.widen(inputs_.query + offset * cache.element_size, inputs_.element_type,
-                     cache.head_size, scratch.query.data() + h * cache.head_size);
+      kernels_.load_query(inputs_.query + offset * cache.element_size, inputs_.element_type,
+                          cache.head_size, scratch.query.data() + h * cache.head_size, 1);
     }
     const int64_t begin = range * kRangeKeys;
     const int64_t end = std::min(begin + kRangeKeys, row.num_keys);

@@ -196,7 +196,7 @@ class Worker {
     scratch_.weights.reserve(plan.max_weights);
     scratch_.inverse_sums.reserve(plan.max_vectors);
     scratch_.panel.reserve(args.cache.head_size * kKeyChunk);
-    scratch_.query.reserve(plan.max_vectors * args.cache.head_size);
+    scratch_.query.reserve((plan.max_vectors + kernels.product_vectors) * args.cache.head_size);
     scratch_.tau.reserve(kMaxTileRows);
     scratch_.visible.reserve(kMaxTileRows);
     scratch_.query_bias_positions.reserve(kMaxTileRows);
@@ -246,10 +246,14 @@ class Worker {
         const int64_t query_head = kv_head * group + h;
         const int64_t offset =
             tokens[r] * args_.query_token_stride + query_head * args_.query_head_stride;
-        kernels_.widen(args_.query + offset * cache.element_size, args_.element_type,
-                       cache.head_size, scratch_.query.data() + (r * group + h) * cache.head_size);
+        const int64_t vector = r * group + h;
+        const int64_t lane = vector % kernels_.product_vectors;
+        kernels_.load_query(args_.query + offset * cache.element_size, args_.element_type,
+                            cache.head_size,
+                            scratch_.query.data() + (vector - lane) * cache.head_size + lane,
+                            kernels_.product_vectors);
         if (noise_key == 0) continue;
-        scratch_.row_keys.data()[r * group + h] =
+        scratch_.row_keys.data()[vector] =
             make_row_key(noise_key, args_.layer_index, args_.first_query_head + query_head,
                          args_.query_positions[tokens[r]]);
       }

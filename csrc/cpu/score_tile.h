@@ -17,16 +17,32 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Whether the products of this element type run on pairs of dimensions.
+constexpr bool takes_pairs(ElementType type) { return kHasPairs && type == ElementType::kBFloat16; }
+
 template <typename T>
-void widen_as(const char* source, int64_t count, float* target) {
+void widen_query(const char* source, int64_t head_size, float* target, int64_t stride) {
   const T* elements = reinterpret_cast<const T*>(source);
-  for (int64_t i = 0; i < count; i += kLanes) store(target + i, load_as_float(elements + i));
+  for (int64_t start = 0; start < head_size; start += kLanes) {
+    float values[kLanes];
+    store(values, load_as_float(elements + start));
+    for (int64_t i = 0; i < kLanes; ++i) target[(start + i) * stride] = values[i];
+  }
 }
 
-void widen(const char* source, ElementType type, int64_t count, float* target) {
-  if (type == ElementType::kFloat32) return widen_as<float>(source, count, target);
-  if (type == ElementType::kBFloat16) return widen_as<BFloat16>(source, count, target);
-  return widen_as<Float16>(source, count, target);
+void load_query(const char* source, ElementType type, int64_t head_size, float* target,
+                int64_t stride) {
+  if (takes_pairs(type)) {
+    for (int64_t i = 0; i < head_size / 2; ++i) {
+      std::memcpy(target + i * stride, source + i * sizeof(float), sizeof(float));
+    }
+    return;
+  }
+  if (type == ElementType::kFloat32) return widen_query<float>(source, head_size, target, stride);
+  if (type == ElementType::kBFloat16) {
+    return widen_query<BFloat16>(source, head_size, target, stride);
+  }
+  widen_query<Float16>(source, head_size, target, stride);
 }
 
 // K of kKeyChunk tokens from `token` on, as fp32 [head_size, kKeyChunk].
@@ -56,6 +72,28 @@ inline void unpack_keys_amx(const BFloat16* keys, int64_t head_size, int64_t tok
   }
 }
 
+// The same K as pairs of dimensions [head_size / 2, kKeyChunk].
+inline void pair_keys_vec(const BFloat16* keys, int64_t head_size, int64_t block_size,
+                          int64_t token, float* panel) {
+  for (int64_t d = 0; d < head_size; d += 2) {
+    const BFloat16* source = keys + d * block_size + token;
+    VecF pairs[2] = {};
+    interleave(source, source + block_size, pairs);
+    store(panel + d / 2 * kKeyChunk, pairs[0]);
+    store(panel + d / 2 * kKeyChunk + kLanes, pairs[1]);
+  }
+}
+
+// amx stores pairs.
+inline void pair_keys_amx(const BFloat16* keys, int64_t head_size, int64_t token, float* panel) {
+  for (int64_t group = 0; group < kKeyChunk; group += 16) {
+    const BFloat16* source = keys + (token + group) * head_size;
+    for (int64_t d = 0; d < head_size; d += 2) {
+      std::memcpy(panel + d / 2 * kKeyChunk + group, source + d * 16, 16 * sizeof(float));
+    }
+  }
+}
+
 // The panel of one chunk and its row stride; fp32 "vec" blocks are panels already.
 inline const float* key_panel(const ScoreTile& tile, int64_t chunk_start, int64_t* stride) {
   const int64_t block = tile.block_table[chunk_start / tile.block_size];
@@ -66,7 +104,14 @@ inline const float* key_panel(const ScoreTile& tile, int64_t chunk_start, int64_
     return reinterpret_cast<const float*>(keys) + token;
   }
   *stride = kKeyChunk;
-  if (tile.layout == Layout::kAmx) {
+  if (takes_pairs(tile.element_type)) {
+    const BFloat16* source = reinterpret_cast<const BFloat16*>(keys);
+    if (tile.layout == Layout::kAmx) {
+      pair_keys_amx(source, tile.head_size, token, tile.panel);
+    } else {
+      pair_keys_vec(source, tile.head_size, tile.block_size, token, tile.panel);
+    }
+  } else if (tile.layout == Layout::kAmx) {
     unpack_keys_amx(reinterpret_cast<const BFloat16*>(keys), tile.head_size, token, tile.panel);
   } else if (tile.element_type == ElementType::kBFloat16) {
     unpack_keys_vec(reinterpret_cast<const BFloat16*>(keys), tile.head_size, tile.block_size, token,
@@ -78,20 +123,21 @@ inline const float* key_panel(const ScoreTile& tile, int64_t chunk_start, int64_
   return tile.panel;
 }
 
-// Logits of kRows query vectors against one chunk; the sum over the head size runs in order.
-template <int kRows>
-void multiply_panel(const float* query, int64_t head_size, const float* panel, int64_t panel_stride,
+// Logits of kRows query vectors [num_words, kTileRows] against one chunk; the sum over the head
+// size runs in order.
+template <int kRows, bool kPairs>
+void multiply_panel(const float* query, int64_t num_words, const float* panel, int64_t panel_stride,
                     float scale, float soft_cap, float* logits, int64_t row_stride) {
   for (int64_t t = 0; t < kKeyChunk; t += 2 * kLanes) {
     VecF sums[kRows][2] = {};
-    for (int64_t d = 0; d < head_size; ++d) {
-      const VecF keys_0 = load<VecF>(panel + d * panel_stride + t);
-      const VecF keys_1 = load<VecF>(panel + d * panel_stride + t + kLanes);
+    for (int64_t i = 0; i < num_words; ++i) {
+      const VecF keys_0 = load<VecF>(panel + i * panel_stride + t);
+      const VecF keys_1 = load<VecF>(panel + i * panel_stride + t + kLanes);
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; ++row) {
-        const VecF q = splat(query[row * head_size + d]);
-        sums[row][0] = multiply_add(q, keys_0, sums[row][0]);
-        sums[row][1] = multiply_add(q, keys_1, sums[row][1]);
+        const float q = query[i * kTileRows + row];
+        sums[row][0] = add_product<kPairs>(q, keys_0, sums[row][0]);
+        sums[row][1] = add_product<kPairs>(q, keys_1, sums[row][1]);
       }
     }
 #pragma GCC unroll 12
@@ -110,29 +156,33 @@ using MultiplyPanel = void (*)(const float*, int64_t, const float*, int64_t, flo
                                int64_t);
 
 // multiply_panel by number of rows; a tile never asks for 0 of them.
+template <bool kPairs>
 constexpr MultiplyPanel kMultiplyPanel[] = {
     nullptr,
-    multiply_panel<1>,
-    multiply_panel<2>,
-    multiply_panel<3>,
-    multiply_panel<4>,
-    multiply_panel<5>,
-    multiply_panel<6>,
+    multiply_panel<1, kPairs>,
+    multiply_panel<2, kPairs>,
+    multiply_panel<3, kPairs>,
+    multiply_panel<4, kPairs>,
+    multiply_panel<5, kPairs>,
+    multiply_panel<6, kPairs>,
 #if defined(__AVX512F__)
-    multiply_panel<7>,
-    multiply_panel<8>,
-    multiply_panel<9>,
-    multiply_panel<10>,
-    multiply_panel<11>,
-    multiply_panel<12>,
+    multiply_panel<7, kPairs>,
+    multiply_panel<8, kPairs>,
+    multiply_panel<9, kPairs>,
+    multiply_panel<10, kPairs>,
+    multiply_panel<11, kPairs>,
+    multiply_panel<12, kPairs>,
 #endif
 };
-static_assert(sizeof(kMultiplyPanel) / sizeof(kMultiplyPanel[0]) == kTileRows + 1,
+static_assert(sizeof(kMultiplyPanel<false>) / sizeof(kMultiplyPanel<false>[0]) == kTileRows + 1,
               "one product per row count");
 
 void compute_logits(const ScoreTile& tile) {
   const int64_t num_keys = tile.visible[tile.num_rows - 1];
   const int64_t num_vectors = tile.num_rows * tile.num_heads;
+  const bool pairs = takes_pairs(tile.element_type);
+  const MultiplyPanel* multiply = pairs ? kMultiplyPanel<kHasPairs> : kMultiplyPanel<false>;
+  const int64_t num_words = pairs ? tile.head_size / 2 : tile.head_size;
   int64_t first_row = 0;
   for (int64_t chunk = 0; chunk < num_keys; chunk += kKeyChunk) {
     // Rows that end before this chunk cannot see it: only the causal part is computed.
@@ -140,12 +190,13 @@ void compute_logits(const ScoreTile& tile) {
     int64_t panel_stride;
     const float* panel = key_panel(tile, chunk, &panel_stride);
     int64_t vector = first_row * tile.num_heads;
+    vector -= vector % kTileRows;
     while (vector < num_vectors) {
       const int64_t left = num_vectors - vector;
       const int64_t count = left < kTileRows ? left : kTileRows;
-      kMultiplyPanel[count](tile.query + vector * tile.head_size, tile.head_size, panel,
-                            panel_stride, tile.scale, tile.soft_cap,
-                            tile.weights + vector * tile.row_stride + chunk, tile.row_stride);
+      multiply[count](tile.query + vector * tile.head_size, num_words, panel, panel_stride,
+                      tile.scale, tile.soft_cap, tile.weights + vector * tile.row_stride + chunk,
+                      tile.row_stride);
       vector += count;
     }
   }

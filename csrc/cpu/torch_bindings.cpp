@@ -349,7 +349,8 @@ Tensor draw_noise(const Tensor& positions, int64_t noise_key, int64_t layer, int
 }
 
 void set_cpu_isa(int64_t isa) {
-  check(isa >= 0 && isa <= 3, "isa: unknown number ", isa);
+  check(isa >= 0 && isa <= static_cast<int64_t>(keyformer::Isa::kAvx512Bf16),
+        "isa: unknown number ", isa);
   const auto choice = static_cast<keyformer::Isa>(isa);
   if (!keyformer::cpu_has(choice)) {
     throw std::runtime_error("isa: this CPU lacks " +

@@ -69,6 +69,47 @@ inline VecF multiply_add(VecF a, VecF b, VecF c) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// Products of bf16 run on pairs of dimensions that share a 32-bit word.
+constexpr bool kHasPairs = true;
+
+// Both products of each pair of bf16 added to the sum in fp32; subnormal numbers count as 0.
+inline VecF multiply_add_pairs(VecU a, VecU b, VecF c) {
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+#else
+constexpr bool kHasPairs = false;
+
+inline VecF multiply_add_pairs(VecU, VecU, VecF c) { return c; }  // named, never called
+#endif
+
+// Adds the product of one word of a query vector, a number or a pair, with those of the keys.
+template <bool kPairs>
+inline VecF add_product(float query, VecF keys, VecF sum) {
+  if constexpr (kPairs) {
+    return multiply_add_pairs(VecU{} + bit_cast<uint32_t>(query), bit_cast<VecU>(keys), sum);
+  } else {
+    return multiply_add(splat(query), keys, sum);
+  }
+}
+
+inline VecU xor_three(VecU a, VecU b, VecU c) {
+#if defined(__AVX512F__)
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+// (a ^ b) | c
+inline VecU xor_or(VecU a, VecU b, VecU c) {
+#if defined(__AVX512F__)
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0xBE);
+#else
+  return (a ^ b) | c;
+#endif
+}
+
 // The larger of each lane; where `a` is NaN, `b`: a NaN must be on the right to survive.
 inline VecF larger(VecF a, VecF b) {
 #if defined(__AVX512F__)
@@ -103,6 +144,35 @@ inline VecF load_as_float(const BFloat16* source) {
   const VecU wide = __builtin_convertvector(load<VecHalf>(source), VecU);
   return bit_cast<VecF>(wide << 16);
 }
+
+#if defined(__AVX512BF16__)
+struct InterleaveIndex {
+  int16_t low[32] = {};
+  int16_t high[32] = {};
+
+  constexpr InterleaveIndex() {
+    for (int i = 0; i < 16; ++i) {
+      low[2 * i] = static_cast<int16_t>(i);
+      low[2 * i + 1] = static_cast<int16_t>(32 + i);
+      high[2 * i] = static_cast<int16_t>(16 + i);
+      high[2 * i + 1] = static_cast<int16_t>(48 + i);
+    }
+  }
+};
+constexpr InterleaveIndex kInterleave;
+
+// 32 numbers of one row and those below them as 32 pairs.
+inline void interleave(const BFloat16* first, const BFloat16* second, VecF pairs[2]) {
+  const __m512i a = _mm512_loadu_si512(first);
+  const __m512i b = _mm512_loadu_si512(second);
+  pairs[0] =
+      _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(kInterleave.low), b));
+  pairs[1] =
+      _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(kInterleave.high), b));
+}
+#else
+inline void interleave(const BFloat16*, const BFloat16*, VecF*) {}  // named, never called
+#endif
 
 inline VecF load_as_float(const Float16* source) {
 #if defined(__AVX512F__)

@@ -14,7 +14,7 @@ except ImportError as error:
         "`pip install --no-build-isolation .` in the environment of the engine"
     ) from error
 
-ISAS = ("auto", "baseline", "avx2", "avx512")
+ISAS = ("auto", "baseline", "avx2", "avx512", "avx512bf16")
 
 _LAYOUT_NUMBER = {"vec": 0, "vec16": 0, "amx": 1}
 
@@ -51,7 +51,8 @@ def set_isa(isa: str) -> None:
     """Force the instruction set of the scoring kernels for the whole process.
 
     Args:
-        isa: "auto" (the best this CPU has), "baseline", "avx2" or "avx512".
+        isa: "auto" (the best this CPU has), "baseline", "avx2", "avx512" or
+            "avx512bf16".
 
     Raises:
         RuntimeError: if the CPU lacks it.
