@@ -10,6 +10,7 @@ from keyformer_vllm import ops
 from keyformer_vllm.core import noise
 from keyformer_vllm.ops import cpu
 from tests.helpers import MATHS, BatchSpec, PagedBatch, dense_scores, make_batch
+from tests.implementations import CPU_ISAS, GPU, use_impl
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -288,8 +289,19 @@ def test_nan_in_a_query_reaches_only_its_own_request(impl):
     assert scores_of_request(batch, 1).isfinite().all()
 
 
+@pytest.fixture(params=[*CPU_ISAS, "emulated", *GPU])
+def draw_noise(request, monkeypatch):
+    """Draws of one row, by every compiled implementation."""
+    name = request.param if request.param not in CPU_ISAS else f"cpu-{request.param}"
+    for impl in use_impl(name, monkeypatch):
+        if impl == "cpu":
+            yield lambda *args: cpu.draw_noise(*args[:-1], gumbel=args[-1])
+        else:
+            yield ops._loaded[impl].draw_noise
+
+
 @pytest.mark.parametrize("size", [1, 31, 64, 1000])
-def test_noise_equals_core_to_the_bit(size, cpu_impl):
+def test_noise_equals_core_to_the_bit(size, draw_noise):
     generator = torch.Generator().manual_seed(size)
     positions = torch.randint(0, 2**31 - 1, (size,), generator=generator).int()
     for key, layer, head, query_position in [
@@ -303,9 +315,7 @@ def test_noise_equals_core_to_the_bit(size, cpu_impl):
             (True, noise.gumbel(rows, positions)),
             (False, noise.exponential(rows, positions)),
         ):
-            drawn = cpu.draw_noise(
-                positions, key, layer, head, query_position, gumbel=gumbel
-            )
+            drawn = draw_noise(positions, key, layer, head, query_position, gumbel)
             assert torch.equal(drawn.view(torch.int32), expected.view(torch.int32))
 
 
