@@ -34,6 +34,10 @@ COMPILE = [
 ]
 
 
+def score_keys(*args: Any) -> None:
+    _operators().score_keys(*args[:-1], row_layout_number(args[-1]))
+
+
 def reset_slots(*args: Any) -> None:
     _operators().reset_slots(*args)
 

@@ -32,6 +32,7 @@ class BatchSpec:
 
 ROW_IMPLS = ("emulated", "cuda")
 _ROWS_FOR = {"vec": "nhd", "vec16": "hnd", "amx": "hnd"}
+_HEAD_SIZE_FOR = {32: 64, 112: 128}
 
 
 def suited(spec: BatchSpec, impl: str) -> BatchSpec:
@@ -41,6 +42,15 @@ def suited(spec: BatchSpec, impl: str) -> BatchSpec:
     if impl == "cpu" and spec.layout not in _ROWS_FOR:
         return replace(spec, layout="vec", block_size=max(32, spec.block_size))
     return spec
+
+
+def suited_to_score(spec: BatchSpec, impl: str) -> BatchSpec:
+    """As `suited`; a GPU scores 2-byte dtypes and some head sizes only."""
+    if impl not in ROW_IMPLS:
+        return suited(spec, impl)
+    head_size = _HEAD_SIZE_FOR.get(spec.head_size, spec.head_size)
+    dtype = torch.bfloat16 if spec.dtype == torch.float32 else spec.dtype
+    return suited(replace(spec, head_size=head_size, dtype=dtype), impl)
 
 
 @dataclass(frozen=True)

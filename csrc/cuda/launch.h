@@ -52,6 +52,40 @@ struct CompactKvArgs {
   int64_t max_kv_len;
 };
 
+// Scratch of score_keys, filled on the device by its first kernel.
+struct ScorePlan {
+  float* row_maxima;   // [num_tokens, num_query_heads] in the order of `tokens`
+  float* row_sums;     // same shape: of the row's weights
+  int32_t* tokens;     // [num_tokens] those that score, ascending
+  int32_t* ranks;      // [num_tokens + 1] scored tokens before each
+  int32_t* row_tiles;  // [num_reqs + 1] tiles of query vectors before each request
+  int32_t* key_tiles;  // [num_reqs + 1] tiles of keys before each request
+};
+
+struct ScoreKeysArgs {
+  const char* query;  // [num_tokens, num_query_heads, head_size], dtype of the cache
+  ElementType element_type;
+  int64_t query_token_stride;  // elements
+  int64_t query_head_stride;
+  int32_t num_tokens;
+  int32_t num_query_heads;
+  RowCache cache;  // one layer
+  SideView<float> score;
+  SideView<const int32_t> position;
+  RequestBatch requests;
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int64_t* query_positions;  // [num_tokens] logical
+  const float* tau;                // [num_tokens], <= 0: not scored
+  const int64_t* noise_keys;       // [num_reqs], 0: no noise
+  const float* alibi_slopes;       // [num_query_heads], nullptr: no bias
+  const float* sinks;              // [num_query_heads], nullptr: none
+  int64_t layer_index;
+  int64_t first_query_head;
+  float scale;
+  float soft_cap;
+  ScorePlan plan;
+};
+
 struct DrawNoiseArgs {
   const int32_t* positions;  // [num_keys]
   int64_t num_keys;
@@ -67,5 +101,9 @@ void launch_draw_noise(const DrawNoiseArgs& args, void* stream);
 void launch_reset_slots(const ResetSlotsArgs& args, void* stream);
 void launch_select_keep(const SelectKeepArgs& args, void* stream);
 void launch_compact_kv(const CompactKvArgs& args, void* stream);
+
+// Whether score_keys was compiled for the head size.
+bool scores_head_size(int64_t head_size);
+void launch_score_keys(const ScoreKeysArgs& args, void* stream);
 
 }  // namespace keyformer::cuda

@@ -131,6 +131,87 @@ keyformer::cuda::RequestBatch request_batch(const Tensor& block_table, const Ten
           static_cast<int32_t>(num_reqs), static_cast<int32_t>(block_table.size(1))};
 }
 
+keyformer::cuda::ElementType element_type(const Tensor& cache) {
+  const ScalarType type = cache.scalar_type();
+  check(type == ScalarType::BFloat16 || type == ScalarType::Half,
+        "kv_cache: dtype must be bfloat16 or float16, got ", dtype_name(type));
+  return type == ScalarType::BFloat16 ? keyformer::cuda::ElementType::kBFloat16
+                                      : keyformer::cuda::ElementType::kFloat16;
+}
+
+keyformer::cuda::ScoreKeysArgs score_keys_args(
+    const Tensor& query, const Tensor& kv_cache, const Tensor& score, const Tensor& position,
+    const Tensor& block_table, const Tensor& kv_lens, const Tensor& query_start_loc,
+    const Tensor& query_positions, const Tensor& tau, const Tensor& noise_keys,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+    int64_t layer_index, int64_t first_query_head, double scale, double soft_cap, int64_t layout) {
+  keyformer::cuda::ScoreKeysArgs args{};
+  args.cache = row_cache(kv_cache, 0, layout);
+  args.element_type = element_type(kv_cache);
+  const int64_t head_size = args.cache.head_size;
+  check(keyformer::cuda::scores_head_size(head_size),
+        "kv_cache: head size must be 64, 80, 96, 128 or 256, got ", head_size);
+  check_tensor("query", query, kv_cache.scalar_type(), 3);
+  check_size("query", query, 2, head_size);
+  check_alignment("query", query, head_size * static_cast<int64_t>(query.element_size()));
+  args.query = static_cast<const char*>(query.data_ptr());
+  args.query_token_stride = query.stride(0);
+  args.query_head_stride = query.stride(1);
+  args.num_tokens = static_cast<int32_t>(query.size(0));
+  args.num_query_heads = static_cast<int32_t>(query.size(1));
+  check(args.num_query_heads % args.cache.num_kv_heads == 0, "query: ", args.num_query_heads,
+        " query heads do not divide among ", args.cache.num_kv_heads, " KV heads");
+  args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
+  check_side_size("score", score, kv_cache);
+  args.position = side_view<const int32_t>("position", position, ScalarType::Int, 0, &score);
+  args.requests = request_batch(block_table, kv_lens);
+  const int64_t num_reqs = args.requests.num_reqs;
+  args.query_start_loc =
+      vector_data<int32_t>("query_start_loc", query_start_loc, ScalarType::Int, num_reqs + 1);
+  args.query_positions =
+      vector_data<int64_t>("query_positions", query_positions, ScalarType::Long, args.num_tokens);
+  args.tau = vector_data<float>("tau", tau, ScalarType::Float, args.num_tokens);
+  args.noise_keys = vector_data<int64_t>("noise_keys", noise_keys, ScalarType::Long, num_reqs);
+  args.alibi_slopes = per_query_head("alibi_slopes", alibi_slopes, args.num_query_heads);
+  args.sinks = per_query_head("sinks", sinks, args.num_query_heads);
+  args.layer_index = layer_index;
+  args.first_query_head = first_query_head;
+  args.scale = static_cast<float>(scale);
+  args.soft_cap = static_cast<float>(soft_cap);
+  return args;
+}
+
+// Scratch of the plan, all in one tensor, which must live until the launches are queued.
+Tensor make_plan(const Tensor& query, keyformer::cuda::ScoreKeysArgs& args) {
+  const int64_t num_tokens = args.num_tokens;
+  const int64_t num_vectors = num_tokens * args.num_query_heads;
+  const int64_t num_reqs = args.requests.num_reqs;
+  const std::vector<int64_t> size = {2 * num_vectors + 2 * num_tokens + 1 + 2 * (num_reqs + 1)};
+  Tensor scratch = torch::stable::new_empty(query, size, ScalarType::Int);
+  auto* words = static_cast<int32_t*>(scratch.data_ptr());
+  args.plan.row_maxima = reinterpret_cast<float*>(words);
+  args.plan.row_sums = args.plan.row_maxima + num_vectors;
+  args.plan.tokens = words + 2 * num_vectors;
+  args.plan.ranks = args.plan.tokens + num_tokens;
+  args.plan.row_tiles = args.plan.ranks + num_tokens + 1;
+  args.plan.key_tiles = args.plan.row_tiles + num_reqs + 1;
+  return scratch;
+}
+
+void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score,
+                const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
+                const Tensor& query_start_loc, const Tensor& query_positions, const Tensor& tau,
+                const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
+                const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head,
+                double scale, double soft_cap, int64_t layout) {
+  auto args = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
+                              query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
+                              sinks, layer_index, first_query_head, scale, soft_cap, layout);
+  const Device device(query);
+  const Tensor scratch = make_plan(query, args);
+  keyformer::cuda::launch_score_keys(args, device.stream());
+}
+
 void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot_mapping,
                  const Tensor& positions) {
   keyformer::cuda::ResetSlotsArgs args{};
@@ -220,6 +301,7 @@ Tensor draw_noise(const Tensor& positions, int64_t noise_key, int64_t layer, int
 template <typename Library>
 void register_kernels(Library& m) {
   m.impl("draw_noise", TORCH_BOX(&draw_noise));
+  m.impl("score_keys", TORCH_BOX(&score_keys));
   m.impl("reset_slots", TORCH_BOX(&reset_slots));
   m.impl("select_keep", TORCH_BOX(&select_keep));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));

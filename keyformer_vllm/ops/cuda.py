@@ -22,6 +22,11 @@ except ImportError as error:
     ) from error
 
 
+def score_keys(*args: Any) -> None:
+    *rest, layout = args
+    torch.ops.keyformer.score_keys.default(*rest, row_layout_number(layout))
+
+
 def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 

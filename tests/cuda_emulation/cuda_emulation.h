@@ -110,6 +110,8 @@ inline float bits_to_float(uint16_t bits, bool is_bfloat16) {
 
 }  // namespace keyformer::emulation
 
+using std::min;
+
 inline void __syncthreads() { keyformer::emulation::block().sync(); }
 inline void __syncwarp(unsigned = ~0u) { keyformer::emulation::block().exchange(0); }
 

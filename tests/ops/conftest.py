@@ -25,6 +25,14 @@ def cpu_impl(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from use_isa(request.param)
 
 
+@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), EMULATED[0], *GPU])
+def kernel_impl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Implementations whose result may not depend on a chunk or a batch by one bit."""
+    yield from use_impl(request.param, monkeypatch)
+
+
 @pytest.fixture(params=["reference", "cpu", *EMULATED, *GPU])
 def any_impl(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
