@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,7 +31,8 @@ class BatchSpec:
         return f"{dtype}-{self.layout}-{heads}-d{self.head_size}-b{self.block_size}"
 
 
-ROW_IMPLS = ("emulated", "cuda")
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+ROW_IMPLS = ("emulated", "cuda", "triton")
 _ROWS_FOR = {"vec": "nhd", "vec16": "hnd", "amx": "hnd"}
 _HEAD_SIZE_FOR = {32: 64, 112: 128}
 
@@ -50,6 +52,8 @@ def suited_to_score(spec: BatchSpec, impl: str) -> BatchSpec:
         return suited(spec, impl)
     head_size = _HEAD_SIZE_FOR.get(spec.head_size, spec.head_size)
     dtype = torch.bfloat16 if spec.dtype == torch.float32 else spec.dtype
+    if impl == "triton" and INTERPRETS:
+        dtype = torch.float16  # its dot product takes the bits of bfloat16 for integers
     return suited(replace(spec, head_size=head_size, dtype=dtype), impl)
 
 

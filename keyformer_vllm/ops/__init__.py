@@ -2,9 +2,10 @@
 """The operators over the paged cache, each with an explicit implementation.
 
 `impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension, `impl="cuda"` the
-CUDA one. Nothing chooses or falls back on its own. On a GPU only shapes, dtypes and
-strides are checked, because reading a value would wait for the device; where a kernel
-finds a broken promise, it stops the device.
+CUDA one, and `impl="triton"` has some of its operators in Triton. Nothing chooses or
+falls back on its own. On a GPU only shapes, dtypes and strides are checked, because
+reading a value would wait for the device; where a kernel finds a broken promise, it
+stops the device.
 
 Block tables and lengths are physical: the blocks freed so far are already shifted out,
 and a `slot` of a request counts from its first block held.
@@ -27,7 +28,7 @@ __all__ = [
     "select_keep",
 ]
 
-IMPLS = ("reference", "cpu", "cuda")
+IMPLS = ("reference", "cpu", "cuda", "triton")
 
 _loaded: dict[str, ModuleType] = {}
 

@@ -25,7 +25,7 @@ def cpu_impl(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from use_isa(request.param)
 
 
-@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), EMULATED[0], *GPU])
+@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), EMULATED[0], GPU[0]])
 def kernel_impl(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:

@@ -342,6 +342,7 @@ def draw_noise(request, monkeypatch):
         if impl == "cpu":
             yield lambda *args: cpu.draw_noise(*args[:-1], gumbel=args[-1])
         else:
+            ops.require_impl(impl)
             yield ops._loaded[impl].draw_noise
 
 
