@@ -212,6 +212,9 @@ class PrometheusExporter:
                 for value in metric.label_values or (None,):
                     values = [model_name, str(engine), *([value] if value else [])]
                     child = collector.labels(*values)
+                    if metric.kind == "gauge":
+                        # In multiprocess mode a gauge that was never set is not shown.
+                        child.set(0)
                     self._children[engine, metric.name, value] = child
 
     def observe(self, counts: Mapping[str, int], engine_index: int) -> None:

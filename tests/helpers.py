@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +29,32 @@ class BatchSpec:
         dtype = str(self.dtype).removeprefix("torch.")
         heads = f"{self.num_query_heads}q{self.num_kv_heads}kv"
         return f"{dtype}-{self.layout}-{heads}-d{self.head_size}-b{self.block_size}"
+
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+ROW_IMPLS = ("emulated", "cuda", "triton")
+_ROWS_FOR = {"vec": "nhd", "vec16": "hnd", "amx": "hnd"}
+_HEAD_SIZE_FOR = {32: 64, 112: 128}
+
+
+def suited(spec: BatchSpec, impl: str) -> BatchSpec:
+    """The case as `impl` knows it: rows for a GPU, a packed cache for the CPU."""
+    if impl in ROW_IMPLS:
+        return replace(spec, layout=_ROWS_FOR.get(spec.layout, spec.layout))
+    if impl == "cpu" and spec.layout not in _ROWS_FOR:
+        return replace(spec, layout="vec", block_size=max(32, spec.block_size))
+    return spec
+
+
+def suited_to_score(spec: BatchSpec, impl: str) -> BatchSpec:
+    """As `suited`; a GPU scores 2-byte dtypes and some head sizes only."""
+    if impl not in ROW_IMPLS:
+        return suited(spec, impl)
+    head_size = _HEAD_SIZE_FOR.get(spec.head_size, spec.head_size)
+    dtype = torch.bfloat16 if spec.dtype == torch.float32 else spec.dtype
+    if impl == "triton" and INTERPRETS:
+        dtype = torch.float16  # its dot product takes the bits of bfloat16 for integers
+    return suited(replace(spec, head_size=head_size, dtype=dtype), impl)
 
 
 @dataclass(frozen=True)
@@ -110,21 +137,40 @@ def divmod_tensor(x: torch.Tensor, y: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x // y, x % y
 
 
-def key_offsets(layout: str, block_size: int, head_size: int) -> torch.Tensor:
-    """Element offset of K[t, d] in its (block, head): [block_size, head_size]."""
+def row_elements(layout: str, head_size: int, num_kv_heads: int) -> int:
+    """From a token of a head to the next, where a token is one row, K | V."""
+    return 2 * head_size * (num_kv_heads if layout == "nhd" else 1)
+
+
+def head_offset(spec: BatchSpec, head: int) -> int:
+    """Element offset of a KV head in its page."""
+    return head * 2 * spec.head_size * (1 if spec.layout == "nhd" else spec.block_size)
+
+
+def key_offsets(
+    layout: str, block_size: int, head_size: int, num_kv_heads: int = 1
+) -> torch.Tensor:
+    """Element offset of K[t, d] from that of its head: [block_size, head_size]."""
     rows = []
     for t in range(block_size):
         if layout == "amx":
             base = (t // 16) * 16 * head_size + (t % 16) * 2
             row = [base + (d // 2) * 32 + d % 2 for d in range(head_size)]
+        elif layout in ("nhd", "hnd"):
+            base = t * row_elements(layout, head_size, num_kv_heads)
+            row = [base + d for d in range(head_size)]
         else:
             row = [d * block_size + t for d in range(head_size)]
         rows.append(row)
     return torch.tensor(rows)
 
 
-def value_offsets(layout: str, block_size: int, head_size: int) -> torch.Tensor:
-    """Element offset of V[t, d] in its (block, head), behind K."""
+def value_offsets(
+    layout: str, block_size: int, head_size: int, num_kv_heads: int = 1
+) -> torch.Tensor:
+    """Element offset of V[t, d], as `key_offsets`."""
+    if layout in ("nhd", "hnd"):
+        return key_offsets(layout, block_size, head_size, num_kv_heads) + head_size
     rows = []
     for t in range(block_size):
         if layout == "amx":
@@ -155,19 +201,21 @@ def make_batch(spec: BatchSpec, seed: int = 0) -> PagedBatch:
     width = 2 * head_size
     pages = raw.view(spec.dtype).view(num_layers, num_blocks, page // element_size)
     content = num_kv_heads * block_size * width
-    kv_cache = pages[:, :, :content].view(
-        num_layers, num_blocks, num_kv_heads, block_size, width
-    )
-    kv_cache.fill_(float("nan"))
+    flat = pages[:, :, :content]
+    flat.fill_(float("nan"))
+    if spec.layout == "nhd":
+        by_token = flat.view(num_layers, num_blocks, block_size, num_kv_heads, width)
+        kv_cache = by_token.transpose(2, 3)
+    else:
+        kv_cache = flat.view(num_layers, num_blocks, num_kv_heads, block_size, width)
     score, position = side_views(kv_cache)
     score.fill_(float("nan"))
     position.fill_(-1)
 
     blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     block_table = torch.zeros(len(spec.lens), max(used) + 1, dtype=torch.int32)
-    key_at = key_offsets(spec.layout, block_size, head_size)
-    value_at = value_offsets(spec.layout, block_size, head_size)
-    flat = kv_cache.flatten(3)  # [layers, blocks, heads, block_size * 2 * head_size]
+    key_at = key_offsets(spec.layout, block_size, head_size, num_kv_heads)
+    value_at = value_offsets(spec.layout, block_size, head_size, num_kv_heads)
     keys, values = [], []
     for request, (kv_len, _) in enumerate(spec.lens):
         own = [blocks.pop() for _ in range(used[request])]
@@ -179,8 +227,9 @@ def make_batch(spec: BatchSpec, seed: int = 0) -> PagedBatch:
             tokens = slice(index * block_size, min(kv_len, (index + 1) * block_size))
             count = tokens.stop - tokens.start
             for at, source in ((key_at, keys[-1]), (value_at, values[-1])):
-                rows = source[:, tokens].transpose(1, 2).flatten(2)
-                flat[:, block, :, at[:count].flatten()] = rows
+                for head in range(num_kv_heads):
+                    place = head_offset(spec, head) + at[:count].flatten()
+                    flat[:, block, place] = source[:, tokens, head].flatten(1)
     batch = PagedBatch(
         spec=spec,
         raw=raw,

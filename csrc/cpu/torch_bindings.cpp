@@ -8,11 +8,12 @@
 
 #include <atomic>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "../schemas.hpp"
+#include "../tensor_checks.hpp"
 #include "compact_kv.h"
 #include "isa.h"
 #include "paged_attention_scored.h"
@@ -23,8 +24,9 @@
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+void check_device(const char* name, const Tensor& tensor) {
+  check(tensor.is_cpu(), name, ": must be a CPU tensor");
+}
 
 std::atomic<keyformer::Isa> forced_isa{keyformer::Isa::kAuto};
 
@@ -41,64 +43,6 @@ keyformer::ThreadPool torch_pool() {
           }};
 }
 
-// Raises ValueError in Python. Like STD_TORCH_CHECK, without a C++ file name in the message.
-template <typename... Parts>
-void check(bool ok, const Parts&... parts) {
-  if (ok) return;
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
-
-const char* dtype_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    default:
-      return "another dtype";
-  }
-}
-
-void check_tensor(const char* name, const Tensor& tensor, ScalarType type, int64_t rank) {
-  check(tensor.is_cpu(), name, ": must be a CPU tensor");
-  check(tensor.scalar_type() == type, name, ": dtype must be ", dtype_name(type), ", got ",
-        dtype_name(tensor.scalar_type()));
-  check(tensor.dim() == rank, name, ": has ", tensor.dim(), " dimensions, expected ", rank);
-  check(rank == 0 || tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1, name,
-        ": last dimension must be contiguous, its stride is ", tensor.stride(rank - 1));
-}
-
-void check_size(const char* name, const Tensor& tensor, int64_t dim, int64_t size) {
-  check(tensor.size(dim) == size, name, ": dimension ", dim, " has size ", tensor.size(dim),
-        ", expected ", size);
-}
-
-template <typename T>
-const T* vector_data(const char* name, const Tensor& tensor, ScalarType type, int64_t size) {
-  check_tensor(name, tensor, type, 1);
-  check_size(name, tensor, 0, size);
-  return static_cast<const T*>(tensor.data_ptr());
-}
-
-// nullptr where the model has none.
-const float* per_query_head(const char* name, const std::optional<Tensor>& tensor,
-                            int64_t num_query_heads) {
-  if (!tensor.has_value()) return nullptr;
-  return vector_data<float>(name, *tensor, ScalarType::Float, num_query_heads);
-}
-
 // `offset` is 1 where the tensor has a leading layer dimension.
 template <typename T>
 keyformer::SideView<T> side_view(const char* name, const Tensor& tensor, ScalarType type,
@@ -112,7 +56,7 @@ keyformer::SideView<T> side_view(const char* name, const Tensor& tensor, ScalarT
 }
 
 keyformer::PagedCache paged_cache(const Tensor& cache, int64_t offset, int64_t layout) {
-  check(cache.is_cpu(), "kv_cache: must be a CPU tensor");
+  check_device("kv_cache", cache);
   check(cache.dim() == 4 + offset, "kv_cache: has ", cache.dim(), " dimensions, expected ",
         4 + offset);
   check(layout == 0 || layout == 1, "layout: unknown number ", layout);
@@ -366,34 +310,7 @@ std::string cpu_isa() { return active_kernels().name; }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(keyformer, m) {
-  m.def(
-      "score_keys(Tensor query, Tensor kv_cache, Tensor(a!) score, Tensor position, "
-      "Tensor block_table, Tensor kv_lens, Tensor query_start_loc, Tensor query_positions, "
-      "Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? place, Tensor? sinks, int "
-      "layer_index, "
-      "int first_query_head, float scale, float soft_cap, int layout) -> ()");
-  m.def(
-      "paged_attention_scored(Tensor(a!) output, Tensor query, Tensor kv_cache, Tensor(b!) score, "
-      "Tensor position, Tensor block_table, Tensor kv_lens, Tensor query_start_loc, "
-      "Tensor query_positions, Tensor tau, Tensor noise_keys, Tensor? alibi_slopes, Tensor? place, "
-      "Tensor? sinks, "
-      "int layer_index, int first_query_head, float scale, float soft_cap, int layout) -> ()");
-  m.def(
-      "reset_slots(Tensor(a!) score, Tensor(b!) position, Tensor slot_mapping, "
-      "Tensor positions) -> ()");
-  m.def(
-      "renumber_slots(Tensor(a!) place, Tensor position, Tensor block_table, Tensor kv_lens) "
-      "-> ()");
-  m.def(
-      "select_keep(Tensor score, Tensor position, Tensor block_table, Tensor kv_lens, "
-      "Tensor num_evict, Tensor num_sinks, Tensor recent_start, Tensor run_size, Tensor random, "
-      "Tensor noise_keys, int max_kv_len, int first_layer, int first_kv_head) -> Tensor");
-  m.def(
-      "compact_kv(Tensor(a!) kv_cache, Tensor(b!) score, Tensor(c!) position, Tensor block_table, "
-      "Tensor kv_lens, Tensor num_evict, Tensor keep, int layout) -> ()");
-  m.def(
-      "draw_noise(Tensor positions, int noise_key, int layer, int query_head, "
-      "int query_position, bool gumbel) -> Tensor");
+  define_operators(m);
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("has_cpu_isa(int isa) -> bool");
   m.def("cpu_isa() -> str");

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators over the paged cache, each with an explicit implementation.
 
-`impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension. Nothing chooses or
-falls back on its own. Block tables and lengths are physical: the blocks freed so far
-are already shifted out, and a `slot` of a request counts from its first block held.
+`impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension, `impl="cuda"` the
+CUDA one, and `impl="triton"` has some of its operators in Triton. Nothing chooses or
+falls back on its own. On a GPU only shapes, dtypes and strides are checked, because
+reading a value would wait for the device; where a kernel finds a broken promise, it
+stops the device.
+
+Block tables and lengths are physical: the blocks freed so far are already shifted out,
+and a `slot` of a request counts from its first block held.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,7 +29,7 @@ __all__ = [
     "select_keep",
 ]
 
-IMPLS = ("reference", "cpu")
+IMPLS = ("reference", "cpu", "cuda", "triton")
 
 _loaded: dict[str, ModuleType] = {}
 
@@ -33,7 +40,7 @@ def require_impl(impl: str) -> None:
     Needed before torch.compile traces an operator: tracing cannot load a module.
 
     Args:
-        impl: "reference" or "cpu".
+        impl: one of `IMPLS`.
 
     Raises:
         RuntimeError: if there is no such implementation, or it is not built.
@@ -98,13 +105,14 @@ def score_keys(
         first_query_head: index of query head 0 in the model, for the noise.
         scale: factor of q . k.
         soft_cap: logits become cap * tanh(x / cap); 0 for none.
-        layout: "vec", "vec16" or "amx", see ops/layout.py.
-        impl: "reference" or "cpu".
+        layout: of the CPU ("vec", "vec16", "amx") or of a GPU ("nhd", "hnd"; any
+            strides), see ops/layout.py.
+        impl: one of `IMPLS`.
 
     Raises:
         ValueError: naming the argument and its value.
     """
-    _implementation(impl).score_keys(
+    _operator("score_keys", impl)(
         query,
         kv_cache,
         score,
@@ -172,7 +180,7 @@ def paged_attention_scored(
     Raises:
         ValueError: naming the argument and its value.
     """
-    _implementation(impl).paged_attention_scored(
+    _operator("paged_attention_scored", impl)(
         output,
         query,
         kv_cache,
@@ -210,12 +218,12 @@ def reset_slots(
         position: int32, shape of `score`. Mutated.
         slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
         positions: [num_tokens] int64 logical positions.
-        impl: "reference" or "cpu".
+        impl: one of `IMPLS`.
 
     Raises:
         ValueError: naming the argument and its value.
     """
-    _implementation(impl).reset_slots(score, position, slot_mapping, positions)
+    _operator("reset_slots", impl)(score, position, slot_mapping, positions)
 
 
 def renumber_slots(
@@ -243,7 +251,7 @@ def renumber_slots(
         ValueError: naming the argument and its value; also for a position that is
             negative or held twice.
     """
-    _implementation(impl).renumber_slots(place, position, block_table, kv_lens)
+    _operator("renumber_slots", impl)(place, position, block_table, kv_lens)
 
 
 def select_keep(
@@ -285,7 +293,7 @@ def select_keep(
         max_kv_len: last dimension of the result, at least max(kv_lens).
         first_layer, first_kv_head: indices in the whole model of score[0] and of KV
             head 0, for the random draws.
-        impl: "reference" or "cpu".
+        impl: one of `IMPLS`.
 
     Returns:
         keep: [num_layers, num_reqs, num_kv_heads, max_kv_len] bool over slots of the
@@ -295,7 +303,7 @@ def select_keep(
         ValueError: naming the argument and its value; also if sinks and recent
             tokens alone exceed what may stay.
     """
-    return _implementation(impl).select_keep(
+    keep: torch.Tensor = _operator("select_keep", impl)(
         score,
         position,
         block_table,
@@ -310,6 +318,7 @@ def select_keep(
         first_layer,
         first_kv_head,
     )
+    return keep
 
 
 def compact_kv(
@@ -340,16 +349,23 @@ def compact_kv(
         num_evict: [num_reqs] int32 tokens that go.
         keep: [num_layers, num_reqs, num_kv_heads, max_kv_len] bool, contiguous, from
             `select_keep`.
-        layout: "vec", "vec16" or "amx".
-        impl: "reference" or "cpu".
+        layout: see `score_keys`.
+        impl: one of `IMPLS`.
 
     Raises:
         ValueError: naming the argument and its value; also if `keep` does not
             hold kv_len - num_evict survivors.
     """
-    _implementation(impl).compact_kv(
+    _operator("compact_kv", impl)(
         kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout
     )
+
+
+def _operator(name: str, impl: str) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(_implementation(impl), name, None)
+    if found is None:
+        raise RuntimeError(f"impl {impl!r} has no {name}")
+    return found
 
 
 def _implementation(impl: str) -> ModuleType:

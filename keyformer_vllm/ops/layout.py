@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed CPU cache of vLLM 0.32: where a token's K, V and side data lie.
+"""The caches of vLLM 0.32: where a token's K, V and side data lie.
 
 A page holds one block of one layer::
 
@@ -15,6 +15,11 @@ the block, d the dimension, N the block size, D the head size, the element offse
     amx:         K  (t//16)*16*D + (d//2)*32 + (t%16)*2 + d%2
                  V  (d//16)*16*N + (t//2)*32 + (d%16)*2 + t%2
 
+On a GPU a token of one head is one row, K | V, and strides say where the rows lie:
+
+    hnd          [ head 0: token 0, token 1, ... ][ head 1: ... ] ...     (LBHNC)
+    nhd          [ token 0: head 0, head 1, ... ][ token 1: ... ] ...     (LBNHC)
+
 The side data (fp32 scores, int32 positions and places, each [num_kv_heads, block_size])
 is ours; vLLM accounts for it as padding of the page.
 """
@@ -23,7 +28,8 @@ from collections.abc import Callable
 
 import torch
 
-LAYOUTS = ("vec", "vec16", "amx")
+LAYOUTS = ("vec", "vec16", "amx")  # of the CPU
+ROW_LAYOUTS = ("nhd", "hnd")  # of vLLM's GPU backends
 PAGE_ALIGNMENT = 64  # bytes; keeps the rows of every page aligned for vector loads
 SIDE_BYTES_PER_SLOT = 8  # fp32 score + int32 position, per slot and KV head
 PLACE_BYTES_PER_SLOT = 4  # int32 place, only with compact positions
@@ -31,6 +37,19 @@ BLOCK_SIZE_MULTIPLE = 32
 HEAD_SIZE_MULTIPLE = 16
 
 WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def row_layout_number(layout: str) -> int:
+    """The number that the C++ code knows a row layout by; the strides say the rest.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if layout not in ROW_LAYOUTS:
+        raise ValueError(
+            f"layout must be one of {', '.join(ROW_LAYOUTS)}, got {layout!r}"
+        )
+    return 2
 
 
 def check_layout(
@@ -41,11 +60,15 @@ def check_layout(
     Raises:
         ValueError: naming the argument, its value and what is allowed.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if block_size <= 0 or block_size % BLOCK_SIZE_MULTIPLE != 0:
+    if layout not in (*LAYOUTS, *ROW_LAYOUTS):
         raise ValueError(
-            f"block_size must be a multiple of {BLOCK_SIZE_MULTIPLE}, got {block_size}"
+            f"layout must be one of {', '.join((*LAYOUTS, *ROW_LAYOUTS))}, "
+            f"got {layout!r}"
+        )
+    multiple = 16 if layout in ROW_LAYOUTS else BLOCK_SIZE_MULTIPLE
+    if block_size <= 0 or block_size % multiple != 0:
+        raise ValueError(
+            f"block_size must be a multiple of {multiple}, got {block_size}"
         )
     if head_size <= 0 or head_size % HEAD_SIZE_MULTIPLE != 0:
         raise ValueError(
@@ -82,6 +105,7 @@ def side_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args:
         kv_cache: [..., num_blocks, num_kv_heads, block_size, 2 * head_size] with or
             without a leading layer dimension, any dtype; strided, its pages padded.
+            In a page, tokens of a head or heads of a token may lie side by side.
 
     Returns:
         score float32 and position int32, both [..., num_blocks, num_kv_heads,
@@ -117,11 +141,12 @@ def _side_views(
     *lead, num_kv_heads, block_size, width = kv_cache.shape
     element_size = kv_cache.element_size()
     content = num_kv_heads * block_size * width * element_size
-    interior = (block_size * width, width, 1)
-    if kv_cache.stride()[-3:] != interior:
+    by_head = (block_size * width, width, 1)
+    by_token = (width, num_kv_heads * width, 1)
+    if kv_cache.stride()[-3:] not in (by_head, by_token):
         raise ValueError(
             "kv_cache: a block must be contiguous, its strides are "
-            f"{kv_cache.stride()[-3:]}, expected {interior}"
+            f"{kv_cache.stride()[-3:]}, expected {by_head} or {by_token}"
         )
     lead_bytes = [stride * element_size for stride in kv_cache.stride()[:-3]]
     rows = num_kv_heads * block_size
@@ -146,10 +171,10 @@ def key_view(kv_cache: torch.Tensor, layout: str) -> torch.Tensor:
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-        layout: "vec", "vec16" or "amx".
+        layout: of the CPU or of a GPU, see above.
 
     Returns:
-        vec, vec16: [num_blocks, num_kv_heads, block_size, head_size];
+        all but amx: [num_blocks, num_kv_heads, block_size, head_size];
         amx: [num_blocks, num_kv_heads, block_size/16, 16, head_size/2, 2], of which
         the middle and the last pair of dimensions are the token and the dimension.
     """
@@ -212,8 +237,8 @@ def probe_layout(
     itemsize = dtype.itemsize
     check_layout(layout, itemsize, block_size, head_size)
     num_blocks = 4
-    kv_cache = allocate_cache(1, num_blocks, num_kv_heads, block_size, head_size, dtype)
-    kv_cache = kv_cache[0]
+    size = (1, num_blocks, num_kv_heads, block_size, head_size)
+    kv_cache = allocate_cache(*size, dtype, layout=layout)[0]
     score, position = side_views(kv_cache)
     score.fill_(1.5)
     position.fill_(-7)
@@ -251,9 +276,15 @@ def allocate_cache(
     block_size: int,
     head_size: int,
     dtype: torch.dtype,
+    *,
     has_places: bool = False,
+    layout: str = "hnd",
 ) -> torch.Tensor:
     """Allocate zeroed pages with room for side data, as the engine lays them out.
+
+    Args:
+        layout: "nhd" puts the heads of a token side by side; all others the tokens of
+            a head.
 
     Returns:
         [num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size] of `dtype`,
@@ -263,9 +294,15 @@ def allocate_cache(
     raw = torch.zeros(num_layers * num_blocks * page, dtype=torch.int8)
     page_elements = page // dtype.itemsize
     width = 2 * head_size
+    by_head = (block_size * width, width, 1)
+    by_token = (width, num_kv_heads * width, 1)
     return raw.view(dtype).as_strided(
         (num_layers, num_blocks, num_kv_heads, block_size, width),
-        (num_blocks * page_elements, page_elements, block_size * width, width, 1),
+        (
+            num_blocks * page_elements,
+            page_elements,
+            *(by_token if layout == "nhd" else by_head),
+        ),
     )
 
 
@@ -284,6 +321,8 @@ def _token_view(kv_cache: torch.Tensor, layout: str, is_value: bool) -> torch.Te
     num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     head_size = width // 2
     check_layout(layout, kv_cache.element_size(), block_size, head_size)
+    if layout in ROW_LAYOUTS:
+        return kv_cache[..., head_size:] if is_value else kv_cache[..., :head_size]
     block_stride, head_stride = kv_cache.stride()[:2]
     inner_size: tuple[int, ...]
     inner_stride: tuple[int, ...]

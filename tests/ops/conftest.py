@@ -6,38 +6,50 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from keyformer_vllm.ops import cpu
-
-CPU_ISAS = [isa for isa in cpu.ISAS if isa != "auto"]
+from tests.implementations import CPU_ISAS, EMULATED, GPU, use_impl, use_isa
 
 
-def _use_isa(isa: str) -> Iterator[str]:
-    if not cpu.has_isa(isa):
-        pytest.skip(f"this CPU has no {isa}")
-    cpu.set_isa(isa)
-    yield "cpu"
-    cpu.set_isa("auto")
-
-
-@pytest.fixture(params=["reference", *(f"cpu-{isa}" for isa in CPU_ISAS)])
-def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(
+    params=["reference", *(f"cpu-{isa}" for isa in CPU_ISAS), *EMULATED, *GPU]
+)
+def impl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """Every implementation, the C++ one on each instruction set this CPU has."""
-    if request.param == "reference":
-        yield "reference"
-    else:
-        yield from _use_isa(request.param.removeprefix("cpu-"))
+    yield from use_impl(request.param, monkeypatch)
 
 
 @pytest.fixture(params=CPU_ISAS)
 def cpu_impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """The C++ implementation, on each instruction set."""
-    yield from _use_isa(request.param)
+    yield from use_isa(request.param)
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def any_impl(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), EMULATED[0], GPU[0]])
+def kernel_impl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Implementations whose result may not depend on a chunk or a batch by one bit."""
+    yield from use_impl(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["reference", "cpu", *EMULATED, *GPU])
+def any_impl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """Operators that do not depend on the instruction set."""
-    return request.param
+    yield from use_impl(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["reference", "cpu", "emulated"])
+def raising_impl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Implementations that raise where the data break a promise.
+
+    A GPU stops there, and the process with it.
+    """
+    yield from use_impl(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[1, 4], ids=["1thread", "4threads"])

@@ -7,10 +7,13 @@ import torch
 from keyformer_vllm import ops
 from keyformer_vllm.ops.layout import page_bytes, side_views
 from tests.helpers import (
+    ROW_IMPLS,
     BatchSpec,
     PagedBatch,
+    head_offset,
     key_offsets,
     make_batch,
+    suited,
     value_offsets,
 )
 
@@ -32,6 +35,8 @@ SPECS = [
         (bf16, "amx", 1, 128, 128),
         (fp16, "vec", 2, 32, 64),
         (fp16, "vec16", 1, 80, 32),
+        (bf16, "nhd", 3, 128, 16),
+        (fp16, "hnd", 2, 96, 16),
     ]
 ]
 
@@ -72,8 +77,8 @@ def compacted(
     """The whole storage after gather-then-write, by element offsets."""
     spec = batch.spec
     bs, size = spec.block_size, spec.head_size
-    key_at = key_offsets(spec.layout, bs, size)
-    value_at = value_offsets(spec.layout, bs, size)
+    key_at = key_offsets(spec.layout, bs, size, spec.num_kv_heads)
+    value_at = value_offsets(spec.layout, bs, size, spec.num_kv_heads)
     both = torch.cat((key_at, value_at), 1)  # [block_size, 2 * head_size]
     raw = batch.raw.clone()
     page = page_bytes(spec.num_kv_heads, bs, size, spec.dtype.itemsize)
@@ -93,7 +98,7 @@ def compacted(
                     (layer * num_blocks + s // bs) * page for s in (source, target)
                 ]
                 at = [
-                    (p // spec.dtype.itemsize + head * bs * 2 * size)[:, None]
+                    (p // spec.dtype.itemsize + head_offset(spec, head))[:, None]
                     + both[s % bs]
                     for p, s in zip(pages, (source, target), strict=True)
                 ]
@@ -125,6 +130,7 @@ def compact(
 
 
 def check_random_sets(spec: BatchSpec, impl: str, num_sets: int) -> None:
+    spec = suited(spec, impl)
     generator = torch.Generator().manual_seed(3)
     batch = make_batch(spec)
     num_evict = eviction_of(spec)
@@ -151,10 +157,27 @@ def test_a_thousand_random_sets(layout, block_size, num_threads):
     check_random_sets(spec, "cpu", num_sets=1000)
 
 
+def test_more_moves_than_a_block_has_threads(any_impl):
+    spec = BatchSpec(bf16, "nhd", 1, 1, 64, 16, ((2000, 0),), num_layers=1)
+    batch = make_batch(suited(spec, any_impl))
+    generator = torch.Generator().manual_seed(6)
+    fill_side(batch, generator)
+    num_evict = torch.tensor([992]).int()
+    for front in (992, 800, 513, 256):  # survivors in the front, and so moves
+        keep = torch.zeros(1, 1, 1, 2000, dtype=torch.bool)
+        keep[..., 992 - front : 992] = True
+        back = 992 + torch.randperm(1008, generator=generator)[: 1008 - front]
+        keep[..., back] = True
+        expected = compacted(batch, keep, num_evict)
+        compact(batch, keep, num_evict, any_impl)
+        assert torch.equal(batch.raw, expected)
+
+
 def test_elements_of_one_byte(any_impl):
     """fp8 caches: the moves look at the size of an element only."""
-    spec = BatchSpec(torch.float8_e5m2, "vec", 2, 2, 64, 32, LENS, num_layers=2)
-    source = make_batch(BatchSpec(fp16, "vec", 2, 2, 64, 32, LENS, num_layers=2))
+    layout = "hnd" if any_impl in ROW_IMPLS else "vec"
+    spec = BatchSpec(torch.float8_e5m2, layout, 2, 2, 64, 32, LENS, num_layers=2)
+    source = make_batch(BatchSpec(fp16, layout, 2, 2, 64, 32, LENS, num_layers=2))
     batch = byte_batch(source, spec)
     check_bytes = torch.Generator().manual_seed(3)
     num_evict = eviction_of(spec)
@@ -181,6 +204,7 @@ def byte_batch(source: PagedBatch, spec: BatchSpec) -> PagedBatch:
         kv_cache,
         score,
         position,
+        source.place,
         source.block_table,
         source.kv_lens,
         source.query,
@@ -191,7 +215,7 @@ def byte_batch(source: PagedBatch, spec: BatchSpec) -> PagedBatch:
 
 def test_survivors_are_the_same_tokens_as_before(any_impl):
     """(position, score) pairs as a multiset; retained slots did not move."""
-    spec = SPECS[0]
+    spec = suited(SPECS[0], any_impl)
     batch = make_batch(spec)
     generator = torch.Generator().manual_seed(4)
     fill_side(batch, generator)
@@ -223,14 +247,15 @@ def test_survivors_are_the_same_tokens_as_before(any_impl):
 
 
 @pytest.mark.parametrize("extra", [1, -1])
-def test_a_wrong_number_of_survivors_moves_nothing(extra, any_impl):
+def test_a_wrong_number_of_survivors_moves_nothing(extra, raising_impl):
     spec = BatchSpec(lens=((64, 0),), num_query_heads=1, num_kv_heads=1)
+    spec = suited(spec, raising_impl)
     batch = make_batch(spec)
     keep = torch.zeros(1, 1, 1, 64, dtype=torch.bool)
     keep[..., : 32 + extra] = True
     before = batch.raw.clone()
     with pytest.raises(ValueError, match="^keep: number of survivors"):
-        compact(batch, keep, torch.tensor([32]).int(), any_impl)
+        compact(batch, keep, torch.tensor([32]).int(), raising_impl)
     assert torch.equal(batch.raw, before)
 
 

@@ -14,6 +14,7 @@ CASES = [
     (torch.bfloat16, "amx", 112, 128),
     (torch.float16, "vec", 128, 64),
 ]
+ROW_CASES = [(torch.bfloat16, "nhd", 80, 16), (torch.float16, "hnd", 128, 64)]
 
 
 def packer(layout):
@@ -41,7 +42,9 @@ def probe(write_fn, dtype, layout, head_size, block_size):
     )
 
 
-@pytest.mark.parametrize(("dtype", "layout", "head_size", "block_size"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "head_size", "block_size"), CASES + ROW_CASES
+)
 def test_views_read_what_offsets_wrote(dtype, layout, head_size, block_size):
     spec = BatchSpec(dtype, layout, 3, 3, head_size, block_size, ((113, 0), (20, 0)))
     batch = make_batch(spec)
@@ -55,7 +58,9 @@ def test_views_read_what_offsets_wrote(dtype, layout, head_size, block_size):
                 assert torch.equal(got, rows[0, :, head])
 
 
-@pytest.mark.parametrize(("dtype", "layout", "head_size", "block_size"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "head_size", "block_size"), CASES + ROW_CASES
+)
 def test_views_write_where_offsets_say(dtype, layout, head_size, block_size):
     spec = BatchSpec(dtype, layout, 2, 2, head_size, block_size, ((40, 0),))
     batch = make_batch(spec)
@@ -124,7 +129,20 @@ def test_pages_without_room_are_refused():
     with pytest.raises(ValueError, match="no room for side data"):
         layouts.side_views(torch.zeros(4, 2, 32, 128))
     with pytest.raises(ValueError, match="must be contiguous"):
-        layouts.side_views(torch.zeros(4, 32, 2, 128).transpose(1, 2))
+        layouts.side_views(torch.zeros(4, 2, 32, 256)[..., :128])
+
+
+def test_side_data_does_not_care_how_rows_lie_in_a_page():
+    shape = (2, 5, 3, 16, 64, torch.bfloat16)
+    by_head = layouts.allocate_cache(*shape, layout="hnd")
+    by_token = layouts.allocate_cache(*shape, layout="nhd")
+    assert by_token.shape == by_head.shape
+    assert by_token.stride()[2:] == (128, 3 * 128, 1)
+    for one, other in zip(
+        layouts.side_views(by_head), layouts.side_views(by_token), strict=True
+    ):
+        assert one.stride() == other.stride()
+        assert one.storage_offset() == other.storage_offset()
 
 
 @pytest.mark.parametrize(("dtype", "layout", "head_size", "block_size"), CASES)

@@ -16,10 +16,17 @@ from tests.helpers import (
     dense_attention,
     make_batch,
 )
+from tests.implementations import CPU_ISAS, use_impl
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 RANGE = 512  # keys that the kernels attend at a time
+
+
+@pytest.fixture(params=["reference", *(f"cpu-{isa}" for isa in CPU_ISAS)])
+def impl(request, monkeypatch):
+    """Those that have this operator; there is none for a GPU yet."""
+    yield from use_impl(request.param, monkeypatch)
 
 
 def awkward_lens(block_size: int) -> tuple[tuple[int, int], ...]:

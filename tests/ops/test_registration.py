@@ -29,7 +29,7 @@ def select_arguments(batch: PagedBatch) -> tuple:
     )
 
 
-@pytest.mark.parametrize("impl", ["cuda", "", "CPU"])
+@pytest.mark.parametrize("impl", ["gpu", "", "CPU"])
 def test_an_unknown_implementation_is_refused(impl):
     with pytest.raises(RuntimeError, match="impl must be one of reference, cpu"):
         ops.require_impl(impl)
@@ -38,13 +38,14 @@ def test_an_unknown_implementation_is_refused(impl):
         ops.select_keep(*select_arguments(batch), max_kv_len=113, impl=impl)
 
 
-def test_a_missing_extension_says_what_to_build():
-    """In a process where `_C` cannot be imported, "cpu" raises; "reference" works."""
+@pytest.mark.parametrize(("impl", "module"), [("cpu", "_C"), ("cuda", "_C_cuda")])
+def test_a_missing_extension_says_what_to_build(impl, module):
+    """In a process where `module` cannot be imported only "reference" works."""
     code = (
-        "import sys; sys.modules['keyformer_vllm._C'] = None\n"
+        f"import sys; sys.modules['keyformer_vllm.{module}'] = None\n"
         "from keyformer_vllm import ops\n"
         "ops.require_impl('reference')\n"
-        "try:\n    ops.require_impl('cpu')\n"
+        f"try:\n    ops.require_impl('{impl}')\n"
         "except RuntimeError as error:\n"
         "    assert 'setup.py build_ext --inplace' in str(error), error\n"
         "else:\n    sys.exit('fell back')\n"

@@ -8,6 +8,12 @@ from keyformer_vllm import ops
 from tests.helpers import BatchSpec, PagedBatch, make_batch
 
 
+@pytest.fixture(params=["reference", "cpu"])
+def any_impl(request):
+    """Those that have this operator; there is none for a GPU yet."""
+    return request.param
+
+
 def run(batch: PagedBatch, impl: str, **changes: torch.Tensor) -> None:
     arguments = {
         "place": batch.place,

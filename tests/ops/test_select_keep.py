@@ -2,6 +2,7 @@
 """select_keep against a plain sort, and the properties every kept set has."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,54 @@ def test_kept_positions_equal_a_plain_sort(kind, run_size, any_impl, num_threads
                 )
 
 
+@pytest.mark.parametrize("run_size", [1, 7, 16])
+def test_a_long_request(run_size, any_impl):
+    """Positions that fill several windows of the run kernel, and scores that tie."""
+    kv_len = 5000
+    spec = replace(SPEC, num_kv_heads=3, num_layers=2, lens=((kv_len, 0),))
+    batch = scored_batch("ties", spec)
+    keep = select(
+        batch,
+        any_impl,
+        num_evict=torch.tensor([3072]).int(),
+        num_sinks=torch.tensor([4]).int(),
+        run_size=torch.tensor([run_size]).int(),
+        random=torch.zeros(1, dtype=torch.bool),
+        max_kv_len=kv_len,
+    )
+    for layer in range(2):
+        for head in range(3):
+            positions = batch.side(batch.position, 0)[layer, head]
+            kept = set(positions[keep[layer, 0, head]].tolist())
+            assert kept == expected_positions(
+                batch.side(batch.score, 0)[layer, head].tolist(),
+                positions.tolist(),
+                kv_len - 3072,
+                4,
+                kv_len * 3 - kv_len // 5 * 3,
+                run_size,
+            )
+
+
+@pytest.mark.parametrize("run_size", [1, 16])
+def test_equal_ranks_are_told_apart_by_slot(run_size, raising_impl):
+    """A position held twice breaks a promise; still the right number stays."""
+    batch = scored_batch("plain")
+    batch.score.fill_(1.0)
+    batch.position.fill_(5)
+    keep = select(
+        batch,
+        raising_impl,
+        num_sinks=torch.zeros(NUM_REQS).int(),
+        recent_start=torch.full((NUM_REQS,), 100).int(),
+        run_size=torch.full((NUM_REQS,), run_size).int(),
+    )
+    for request, (kv_len, _) in enumerate(SPEC.lens):
+        num_keep = kv_len - int(NUM_EVICT[request])
+        assert keep[:, request, :, :num_keep].all()
+        assert not keep[:, request, :, num_keep:].any()
+
+
 def test_random_sets_are_kept_from_one_eviction_to_the_next(any_impl):
     """Who survives a harder eviction had survived the softer one."""
     batch = scored_batch("plain")
@@ -184,11 +233,11 @@ def test_no_request_keeps_nothing(any_impl):
     assert keep.shape == (2, 0, 3, 10)
 
 
-def test_too_many_pinned_tokens_raise(any_impl):
+def test_too_many_pinned_tokens_raise(raising_impl):
     batch = scored_batch("plain")
     start = torch.zeros(NUM_REQS).int()  # all is recent
     with pytest.raises(ValueError, match="^num_evict: sinks and"):
-        select(batch, any_impl, recent_start=start)
+        select(batch, raising_impl, recent_start=start)
 
 
 @pytest.mark.parametrize(

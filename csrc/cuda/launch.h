@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the bindings fill in and launch. All pointers are device pointers; a stream is a
+// cudaStream_t. Nothing here waits for the device or reads a value back, so what only the data can
+// break is the caller's duty; where a kernel notices it, it stops the device with a message.
+#pragma once
+
+#include <cstdint>
+
+#include "paged_cache.h"
+
+namespace keyformer::cuda {
+
+enum class ElementType : int32_t { kBFloat16 = 0, kFloat16 = 1 };
+
+struct ResetSlotsArgs {
+  SideView<float> score;
+  SideView<int32_t> position;
+  int32_t num_layers;
+  int32_t num_kv_heads;
+  int32_t block_bits;
+  const int64_t* slot_mapping;  // [num_tokens], negative: padding
+  const int64_t* positions;     // [num_tokens] logical
+  int64_t num_tokens;
+};
+
+struct SelectKeepArgs {
+  SideView<const float> score;
+  SideView<const int32_t> position;
+  int32_t num_layers;
+  int32_t num_kv_heads;
+  int32_t block_bits;
+  RequestBatch requests;        // kv_lens before the eviction
+  const int32_t* num_evict;     // [num_reqs]
+  const int32_t* num_sinks;     // [num_reqs]: positions below it stay
+  const int32_t* recent_start;  // [num_reqs]: positions from it on stay
+  const int32_t* run_size;      // [num_reqs]: 1, or tokens ranked together
+  const uint8_t* random;        // [num_reqs]: rank by noise instead of score
+  const int64_t* noise_keys;    // [num_reqs]
+  int64_t first_layer;          // in the whole model, for the random draws
+  int64_t first_kv_head;
+  int64_t max_kv_len;
+  uint8_t* keep;  // [num_layers, num_reqs, num_kv_heads, max_kv_len]; all of it is written
+};
+
+struct CompactKvArgs {
+  RowCache cache;
+  SideView<float> score;
+  SideView<int32_t> position;
+  RequestBatch requests;     // kv_lens before the eviction
+  const int32_t* num_evict;  // [num_reqs]
+  const uint8_t* keep;       // [num_layers, num_reqs, num_kv_heads, max_kv_len]
+  int64_t max_kv_len;
+};
+
+// Scratch of score_keys, filled on the device by its first kernel.
+struct ScorePlan {
+  float* row_maxima;   // [num_tokens, num_query_heads] in the order of `tokens`
+  float* row_sums;     // same shape: of the row's weights
+  int32_t* tokens;     // [num_tokens] those that score, ascending
+  int32_t* ranks;      // [num_tokens + 1] scored tokens before each
+  int32_t* row_tiles;  // [num_reqs + 1] tiles of query vectors before each request
+  int32_t* key_tiles;  // [num_reqs + 1] tiles of keys before each request
+};
+
+struct ScoreKeysArgs {
+  const char* query;  // [num_tokens, num_query_heads, head_size], dtype of the cache
+  ElementType element_type;
+  int64_t query_token_stride;  // elements
+  int64_t query_head_stride;
+  int32_t num_tokens;
+  int32_t num_query_heads;
+  RowCache cache;  // one layer
+  SideView<float> score;
+  SideView<const int32_t> position;
+  RequestBatch requests;
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int64_t* query_positions;  // [num_tokens] logical
+  const float* tau;                // [num_tokens], <= 0: not scored
+  const int64_t* noise_keys;       // [num_reqs], 0: no noise
+  const float* alibi_slopes;       // [num_query_heads], nullptr: no bias
+  const float* sinks;              // [num_query_heads], nullptr: none
+  int64_t layer_index;
+  int64_t first_query_head;
+  float scale;
+  float soft_cap;
+  ScorePlan plan;
+};
+
+struct DrawNoiseArgs {
+  const int32_t* positions;  // [num_keys]
+  int64_t num_keys;
+  int64_t noise_key;
+  int64_t layer;
+  int64_t query_head;
+  int64_t query_position;
+  bool gumbel;   // or the exponential draws behind it
+  float* noise;  // [num_keys]
+};
+
+void launch_draw_noise(const DrawNoiseArgs& args, void* stream);
+void launch_reset_slots(const ResetSlotsArgs& args, void* stream);
+void launch_select_keep(const SelectKeepArgs& args, void* stream);
+void launch_compact_kv(const CompactKvArgs& args, void* stream);
+
+// Whether score_keys was compiled for the head size.
+bool scores_head_size(int64_t head_size);
+void launch_score_keys(const ScoreKeysArgs& args, void* stream);
+
+}  // namespace keyformer::cuda
