@@ -320,14 +320,20 @@ def decode_cases(batch: Batch) -> list[Case]:
     ]
     # The operator is optional: it is there where the package offers the fused mode.
     if hasattr(ops, "paged_attention_scored"):
-        cases.append(
+        cases += [
             Case(
                 "paged_attention_scored",
                 one.attend_scored(tau),
                 read_kv + batch.num_slots * 3 * 4,
                 "attention (vLLM)",
-            )
-        )
+            ),
+            Case(
+                "paged_attention_scored, no scores",
+                one.attend_scored(torch.zeros_like(tau)),
+                read_kv,
+                "attention (vLLM)",
+            ),
+        ]
     store = "write K and V (vLLM)"
     size = (batch.num_reqs, batch.shape.num_kv_heads, batch.shape.head_size)
     token = torch.randn(size).to(batch.kv_cache.dtype)
