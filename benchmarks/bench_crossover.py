@@ -43,7 +43,7 @@ class Preset:
         question: what it answers.
         requests: how many are queued, one or more numbers.
         prompt_lens: tokens of each prompt.
-        new_tokens: tokens that each request generates.
+        new_tokens: tokens that each request generates, one or more numbers.
         pools: full sequences that the pool holds, or `all`.
         arms: the first is what the others are compared with.
     """
@@ -51,7 +51,7 @@ class Preset:
     question: str
     requests: tuple[int, ...]
     prompt_lens: tuple[int, ...]
-    new_tokens: int
+    new_tokens: tuple[int, ...]
     pools: tuple[int | str, ...]
     arms: tuple[str, ...] = ("off", *_BUDGETS)
 
@@ -61,7 +61,7 @@ PRESETS = {
         question="what a plugin without a policy and a budget of 1.0 cost",
         requests=(4,),
         prompt_lens=(1024,),
-        new_tokens=128,
+        new_tokens=(128,),
         pools=(ALL,),
         arms=(STOCK, "off", "keyformer:1.0"),
     ),
@@ -69,36 +69,36 @@ PRESETS = {
         question="long prompts and room for all of them",
         requests=(8,),
         prompt_lens=(4096,),
-        new_tokens=128,
+        new_tokens=(128,),
         pools=(ALL,),
     ),
     "tight": Preset(
         question="six times as many requests as the pool holds in full",
         requests=(24,),
         prompt_lens=(2048,),
-        new_tokens=512,
+        new_tokens=(512,),
         pools=(4,),
     ),
     "prefill-bound": Preset(
         question="the same pool, but hardly anything to decode",
         requests=(24,),
         prompt_lens=(2048,),
-        new_tokens=64,
+        new_tokens=(64,),
         pools=(4,),
     ),
     "admission": Preset(
         question="whether freed blocks let more requests run; small and fast",
         requests=(16,),
         prompt_lens=(512,),
-        new_tokens=128,
+        new_tokens=(128,),
         pools=(4,),
         arms=("off", "keyformer:0.5"),
     ),
     "crossover": Preset(
-        question="from ample to tight: where the gain begins",
+        question="from ample to tight, long answers and short ones: where the gain begins",
         requests=(16,),
         prompt_lens=(2048,),
-        new_tokens=512,
+        new_tokens=(512, 64),
         pools=(ALL, 12, 8, 6, 4, 2),
     ),
 }
@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--requests", type=_positive, nargs="+", help="queued at once")
     parser.add_argument("--prompt-len", type=_positive, nargs="+", help="tokens")
-    parser.add_argument("--new-tokens", type=_positive)
+    parser.add_argument("--new-tokens", type=_positive, nargs="+")
     parser.add_argument(
         "--pool",
         type=_pool,
@@ -232,22 +232,22 @@ def apply_preset(args: argparse.Namespace) -> None:
     args.arms = args.arms or list(preset.arms)
     args.requests = args.requests or list(preset.requests)
     args.prompt_len = args.prompt_len or list(preset.prompt_lens)
-    args.new_tokens = args.new_tokens or preset.new_tokens
+    args.new_tokens = args.new_tokens or list(preset.new_tokens)
     args.pool = args.pool or list(preset.pools)
 
 
 def list_points(args: argparse.Namespace) -> list[Point]:
     """The grid, workload by workload, pools in the given order; equal ones once."""
     points = []
-    for prompt_len, requests, pool in itertools.product(
-        args.prompt_len, args.requests, args.pool
+    for prompt_len, new_tokens, requests, pool in itertools.product(
+        args.prompt_len, args.new_tokens, args.requests, args.pool
     ):
         points.append(
             Point(
                 requests=requests,
                 prompt_len=_scale(prompt_len, args.scale),
                 # With one token there is nothing between tokens.
-                new_tokens=max(2, _scale(args.new_tokens, args.scale)),
+                new_tokens=max(2, _scale(new_tokens, args.scale)),
                 pool=requests if pool == ALL else pool,
             )
         )

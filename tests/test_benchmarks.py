@@ -370,10 +370,16 @@ def crossover_args(*options):
             (16, 2048, 512),
             {pool: pool * 80 + 1 for pool in (16, 12, 8, 6, 4, 2)},
         ),
+        (
+            "crossover",
+            (16, 2048, 64),
+            {pool: pool * 66 + 1 for pool in (16, 12, 8, 6, 4, 2)},
+        ),
     ],
 )
 def test_presets_have_the_pools_they_name(preset, workload, pools):
     points = bench_crossover.list_points(crossover_args("--preset", preset))
+    points = [point for point in points if point.new_tokens == workload[2]]
     assert {(p.requests, p.prompt_len, p.new_tokens) for p in points} == {workload}
     assert {point.pool: point.num_blocks(32) for point in points} == pools
 
