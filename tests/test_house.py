@@ -124,7 +124,7 @@ def test_no_file_names_a_machine_or_leaves_work_behind():
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"
         for path in _list_tracked_files()
-        if path.is_file() and path.name != "LICENSE"
+        if path.is_file() and path.name != "LICENSE" and path.suffix != ".png"
         for match in pattern.finditer(path.read_text(errors="ignore"))
     ]
     assert found == []
