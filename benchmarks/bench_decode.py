@@ -209,20 +209,18 @@ def format_arms(arms: list[dict[str, Any]]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """The median of every arm against the first one's."""
-    pyplot = common.load_pyplot()
     arms = result["arms"][::-1]
-    figure, axes = pyplot.subplots(
-        figsize=(8, 1.3 + 0.36 * len(arms)), layout="constrained"
-    )
-    axes.barh([arm["name"] for arm in arms], [arm["ratio"]["median"] for arm in arms])
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    settings = result["settings"]
-    axes.set_xlabel(f"time of {settings['phase']} against {arms[-1]['name']}")
-    axes.set_title(
-        f"{settings['requests']} x {settings['prompt_len']} tokens, {settings['dtype']}"
-    )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with common.drawing(path, 8, 1.3 + 0.36 * len(arms)) as (_, (axes,)):
+        axes.barh(
+            [arm["name"] for arm in arms], [arm["ratio"]["median"] for arm in arms]
+        )
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        settings = result["settings"]
+        axes.set_xlabel(f"time of {settings['phase']} against {arms[-1]['name']}")
+        axes.set_title(
+            f"{settings['requests']} x {settings['prompt_len']} tokens, "
+            f"{settings['dtype']}"
+        )
 
 
 def main() -> None:

@@ -334,36 +334,31 @@ def format_checks(checks: list[dict[str, Any]]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Bandwidth of every call, beside what a copy reached at the same time."""
-    pyplot = common.load_pyplot()
     rows = result["rows"][::-1]
-    figure, axes = pyplot.subplots(
-        figsize=(9, 1.2 + 0.34 * len(rows)), layout="constrained"
-    )
-    own = [row["baseline"] is not None for row in rows]
-    axes.barh(
-        range(len(rows)),
-        [row["gb_per_s"] for row in rows],
-        color=["tab:blue" if ours else "tab:gray" for ours in own],
-    )
-    axes.plot(
-        [row["copy_gb_per_s"] for row in rows],
-        range(len(rows)),
-        "k|",
-        markersize=14,
-        label="copy, in the same run",
-    )
-    axes.set_yticks(
-        range(len(rows)),
-        [
-            f"{row['group']}, {row['requests']} x {row['kv_len']}: {row['name']}"
-            for row in rows
-        ],
-    )
-    axes.set_xlabel("GB/s (bytes that have to move / median time)")
-    axes.set_title(f"{result['settings']['shape']}, {result['machine']['cpu']}")
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with common.drawing(path, 9, 1.2 + 0.34 * len(rows)) as (_, (axes,)):
+        own = [row["baseline"] is not None for row in rows]
+        axes.barh(
+            range(len(rows)),
+            [row["gb_per_s"] for row in rows],
+            color=["tab:blue" if ours else "tab:gray" for ours in own],
+        )
+        axes.plot(
+            [row["copy_gb_per_s"] for row in rows],
+            range(len(rows)),
+            "k|",
+            markersize=14,
+            label="copy, in the same run",
+        )
+        axes.set_yticks(
+            range(len(rows)),
+            [
+                f"{row['group']}, {row['requests']} x {row['kv_len']}: {row['name']}"
+                for row in rows
+            ],
+        )
+        axes.set_xlabel("GB/s (bytes that have to move / median time)")
+        axes.set_title(f"{result['settings']['shape']}, {result['machine']['cpu']}")
+        axes.legend(loc="lower right")
 
 
 def main() -> None:

@@ -319,24 +319,27 @@ def _interval(found: dict[str, float]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Agreement of every setting with its interval."""
-    pyplot = common.load_pyplot()
     arms = result["arms"][::-1]
-    figure, axes = pyplot.subplots(
-        figsize=(8, 1.3 + 0.36 * len(arms)), layout="constrained"
-    )
-    means = [100 * arm["agreement"]["mean"] for arm in arms]
-    reach = [
-        [100 * (arm["agreement"]["mean"] - arm["agreement"]["low"]) for arm in arms],
-        [100 * (arm["agreement"]["high"] - arm["agreement"]["mean"]) for arm in arms],
-    ]
-    axes.errorbar(means, range(len(arms)), xerr=reach, fmt="o", capsize=3)
-    axes.set_yticks(range(len(arms)), [arm["name"] for arm in arms])
-    axes.set_ylim(-0.5, len(arms) - 0.5)
-    axes.set_xlabel("top-1 agreement with the full cache, % (95 % interval)")
-    axes.set_title(f"{len(result['answers'])} articles, {result['settings']['model']}")
-    axes.grid(axis="x", alpha=0.4)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with common.drawing(path, 8, 1.3 + 0.36 * len(arms)) as (_, (axes,)):
+        means = [100 * arm["agreement"]["mean"] for arm in arms]
+        reach = [
+            [
+                100 * (arm["agreement"]["mean"] - arm["agreement"]["low"])
+                for arm in arms
+            ],
+            [
+                100 * (arm["agreement"]["high"] - arm["agreement"]["mean"])
+                for arm in arms
+            ],
+        ]
+        axes.errorbar(means, range(len(arms)), xerr=reach, fmt="o", capsize=3)
+        axes.set_yticks(range(len(arms)), [arm["name"] for arm in arms])
+        axes.set_ylim(-0.5, len(arms) - 0.5)
+        axes.set_xlabel("top-1 agreement with the full cache, % (95 % interval)")
+        axes.set_title(
+            f"{len(result['answers'])} articles, {result['settings']['model']}"
+        )
+        axes.grid(axis="x", alpha=0.4)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,32 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+@contextmanager
+def drawing(
+    path: Path, width: float, height: float, num_panels: int = 1
+) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure that is saved when the block ends.
+
+    Args:
+        path: PNG file.
+        width, height: in inches.
+        num_panels: axes, one below the other.
+
+    Returns:
+        The figure and its axes, from top to bottom.
+    """
+    pyplot = load_pyplot()
+    figure, panels = pyplot.subplots(
+        *(num_panels, 1),
+        figsize=(width, height),
+        layout="constrained",
+        squeeze=False,
+    )
+    yield figure, list(panels[:, 0])
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -220,26 +220,21 @@ def format_arms(arms: list[dict[str, Any]]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Output tokens per second of every arm, with the range of its rounds."""
-    pyplot = common.load_pyplot()
     arms = result["arms"][::-1]
-    figure, axes = pyplot.subplots(
-        figsize=(8, 1.3 + 0.36 * len(arms)), layout="constrained"
-    )
-    speeds = [arm["tokens_per_s"] for arm in arms]
-    reach = [
-        [speed["median"] - speed["min"] for speed in speeds],
-        [speed["max"] - speed["median"] for speed in speeds],
-    ]
-    axes.barh(
-        [arm["name"] for arm in arms],
-        [speed["median"] for speed in speeds],
-        xerr=reach,
-        capsize=3,
-    )
-    axes.set_xlabel("output tokens per second")
-    axes.set_title(f"vllm serve, {result['machine']['cpu']}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with common.drawing(path, 8, 1.3 + 0.36 * len(arms)) as (_, (axes,)):
+        speeds = [arm["tokens_per_s"] for arm in arms]
+        reach = [
+            [speed["median"] - speed["min"] for speed in speeds],
+            [speed["max"] - speed["median"] for speed in speeds],
+        ]
+        axes.barh(
+            [arm["name"] for arm in arms],
+            [speed["median"] for speed in speeds],
+            xerr=reach,
+            capsize=3,
+        )
+        axes.set_xlabel("output tokens per second")
+        axes.set_title(f"vllm serve, {result['machine']['cpu']}")
 
 
 def _latency(of: Any, name: str) -> dict[str, float]:
