@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from keyformer_vllm.ops.triton.checks import check_rows, check_side, slot_place
-from keyformer_vllm.ops.triton.noise import NO_FUSION, draw_gumbel, make_row_key
+from keyformer_vllm.ops.triton.noise import NO_FUSION
+from keyformer_vllm.ops.triton.score_tile import (
+    load_keys,
+    load_vectors,
+    noisy_logits,
+    request_of_tile,
+)
 
 _KEYS = 64  # of a tile
 _VECTORS = 32  # of a tile, unless one row has more query heads
@@ -133,77 +139,6 @@ def _tiles_before(counts: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @triton.jit
-def _request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS: tl.constexpr):
-    """The last request that begins at or before the tile."""
-    request = tl.arange(0, PADDED_REQS)
-    before = tl.load(tiles_ptr + request, mask=request < num_reqs, other=0x7FFFFFFF)
-    return tl.sum((before <= tile).to(tl.int32), 0) - 1
-
-
-@triton.jit
-def _load_keys(
-    kv_cache_ptr,
-    position_ptr,
-    block_table_ptr,  # of the request
-    slot,
-    exists,
-    kv_block_stride,
-    kv_token_stride,
-    position_block_stride,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Keys [PADDED_HEAD_SIZE, KEYS] of a KV head, zeros where none is; positions."""
-    block, token = slot_place(block_table_ptr, slot, exists, BLOCK_SIZE)
-    row = block * kv_block_stride + token.to(tl.int64) * kv_token_stride
-    d = tl.arange(0, PADDED_HEAD_SIZE)
-    mask = exists[None, :] & (d < HEAD_SIZE)[:, None]
-    key = tl.load(kv_cache_ptr + row[None, :] + d[:, None], mask=mask, other=0.0)
-    place = block * position_block_stride + token
-    position = tl.load(position_ptr + place, mask=exists, other=0)
-    return key, position
-
-
-@triton.jit
-def _noisy_logits(
-    query,  # [VECTORS, PADDED_HEAD_SIZE]
-    key,  # [PADDED_HEAD_SIZE, KEYS]
-    key_position,  # [KEYS]
-    query_position,  # [VECTORS] int64
-    query_head,  # [VECTORS]
-    tau,  # [VECTORS]
-    noise_key,
-    alibi_slopes_ptr,
-    layer_index,
-    first_query_head,
-    scale,
-    soft_cap,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-):
-    x = tl.dot(query, key, input_precision="ieee") * scale
-    if HAS_SOFT_CAP:
-        decay = tl.exp(-2.0 * tl.abs(x / soft_cap))
-        magnitude = soft_cap * ((1.0 - decay) / (1.0 + decay))
-        x = tl.where(x < 0, -magnitude, magnitude)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + query_head)
-        distance = key_position[None, :] - query_position.to(tl.int32)[:, None]
-        x = x + slope[:, None] * distance.to(tl.float32)
-    if noise_key != 0:
-        zero = tl.zeros([1], dtype=tl.int64)
-        row_a, row_b = make_row_key(
-            zero + noise_key,
-            zero + layer_index,
-            first_query_head + query_head,
-            query_position,
-        )
-        x = x + draw_gumbel(row_a[:, None], row_b[:, None], key_position[None, :])
-    return x / tau[:, None]
-
-
-@triton.jit
 def _sum_rows_kernel(
     tiles_ptr,  # [num_reqs + 1] int32 tiles of rows before each request
     query_ptr,  # [num_tokens, NUM_QUERY_HEADS, HEAD_SIZE]
@@ -251,7 +186,7 @@ def _sum_rows_kernel(
     head = tl.program_id(1).to(tl.int64)
     if tile >= tl.load(tiles_ptr + num_reqs):
         return
-    request = _request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS)
+    request = request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS)
     first = tl.load(first_scored_ptr + request)
     end = tl.load(first_scored_ptr + request + 1)
     hidden = tl.load(kv_lens_ptr + request) - tl.load(query_start_loc_ptr + request + 1)
@@ -266,19 +201,25 @@ def _sum_rows_kernel(
     query_head = head * GROUP + vector % GROUP
     token = tl.load(tokens_ptr + row, mask=is_vector, other=0)
     visible = tl.where(is_vector, hidden + token + 1, 0)
-    tau = tl.load(tau_ptr + token, mask=is_vector, other=1.0)
-    query_position = tl.load(query_positions_ptr + token, mask=is_vector, other=0)
-    d = tl.arange(0, PADDED_HEAD_SIZE)
-    at = token.to(tl.int64) * query_token_stride + query_head * query_head_stride
-    mask = is_vector[:, None] & (d < HEAD_SIZE)[None, :]
-    query = tl.load(query_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+    query, query_position, tau = load_vectors(
+        query_ptr,
+        query_positions_ptr,
+        tau_ptr,
+        token,
+        query_head,
+        is_vector,
+        query_token_stride,
+        query_head_stride,
+        HEAD_SIZE,
+        PADDED_HEAD_SIZE,
+    )
 
     maximum = tl.full([VECTORS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([VECTORS], dtype=tl.float32)
     num_keys = tl.max(visible, 0)
     for start in range(0, num_keys, KEYS):
         slot = start + tl.arange(0, KEYS)
-        key, key_position = _load_keys(
+        key, key_position = load_keys(
             kv_cache_ptr,
             position_ptr,
             block_table_ptr,
@@ -291,7 +232,7 @@ def _sum_rows_kernel(
             PADDED_HEAD_SIZE,
             BLOCK_SIZE,
         )
-        logits = _noisy_logits(
+        logits = noisy_logits(
             query,
             key,
             key_position,
@@ -377,7 +318,7 @@ def _sum_columns_kernel(
     head = tl.program_id(1).to(tl.int64)
     if tile >= tl.load(tiles_ptr + num_reqs):
         return
-    request = _request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS)
+    request = request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS)
     first = tl.load(first_scored_ptr + request)
     end = tl.load(first_scored_ptr + request + 1)
     hidden = tl.load(kv_lens_ptr + request) - tl.load(query_start_loc_ptr + request + 1)
@@ -391,7 +332,7 @@ def _sum_columns_kernel(
     key_start = (tile - tl.load(tiles_ptr + request)) * KEYS
     slot = key_start + tl.arange(0, KEYS)
     exists = slot < num_keys
-    key, key_position = _load_keys(
+    key, key_position = load_keys(
         kv_cache_ptr,
         position_ptr,
         block_table_ptr,
@@ -411,23 +352,25 @@ def _sum_columns_kernel(
 
     vector = tl.arange(0, VECTORS)
     query_head = head * GROUP + vector % GROUP
-    d = tl.arange(0, PADDED_HEAD_SIZE)
     for tile_first in range(first, end, ROWS):
         row = tile_first + vector // GROUP
         is_vector = (vector < ROWS * GROUP) & (row < end)
         token = tl.load(tokens_ptr + row, mask=is_vector, other=0)
         visible = tl.where(is_vector, hidden + token + 1, 0)
         if tl.max(visible, 0) > key_start:
-            tau = tl.load(tau_ptr + token, mask=is_vector, other=1.0)
-            query_position = tl.load(
-                query_positions_ptr + token, mask=is_vector, other=0
+            query, query_position, tau = load_vectors(
+                query_ptr,
+                query_positions_ptr,
+                tau_ptr,
+                token,
+                query_head,
+                is_vector,
+                query_token_stride,
+                query_head_stride,
+                HEAD_SIZE,
+                PADDED_HEAD_SIZE,
             )
-            at = (
-                token.to(tl.int64) * query_token_stride + query_head * query_head_stride
-            )
-            mask = is_vector[:, None] & (d < HEAD_SIZE)[None, :]
-            query = tl.load(query_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
-            logits = _noisy_logits(
+            logits = noisy_logits(
                 query,
                 key,
                 key_position,
