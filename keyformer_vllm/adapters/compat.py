@@ -17,6 +17,8 @@ import re
 from typing import Any
 
 SUPPORTED_VERSIONS = ">=0.32,<0.33"
+WRAPPED = "_keyformer_wrapped"
+"""Attribute of a function of vLLM that we wrapped; nobody wraps it twice."""
 
 _NAMES = {
     # Front end.

@@ -33,14 +33,13 @@ from keyformer_vllm.flags import FLAGS, Flag, settings_from_flags
 EXIT_STATUS = 2
 """What a refused command line exits with, as argparse's own errors do."""
 
-_WRAPPED = "_keyformer_wrapped"
 _FROM_CLI = "_keyformer_from_cli"
 
 
 def install() -> None:
     """Wrap ``EngineArgs`` of vLLM, once however often this is called."""
     engine_args = compat.EngineArgs
-    if hasattr(engine_args.create_engine_config, _WRAPPED):
+    if hasattr(engine_args.create_engine_config, compat.WRAPPED):
         return
     engine_args.add_cli_args = staticmethod(_wrap_add(engine_args.add_cli_args))
     engine_args.from_cli_args = classmethod(
@@ -185,7 +184,7 @@ def _wrap_create(stock: Callable[..., Any]) -> Callable[..., Any]:
             stat_logger.install()
         return vllm_config
 
-    setattr(create_engine_config, _WRAPPED, True)
+    setattr(create_engine_config, compat.WRAPPED, True)
     return create_engine_config
 
 

@@ -22,7 +22,6 @@ from keyformer_vllm.config import (
     wants_report,
 )
 
-_WRAPPED = "_keyformer_wrapped"
 _MAX_NAME = 60
 _NO_REPORT_STREAMED = ("cmpl-", "chatcmpl-")
 """Ids of requests whose streamed chunks have no field for a report: completions, chat
@@ -32,7 +31,7 @@ _NO_REPORT_STREAMED = ("cmpl-", "chatcmpl-")
 def install() -> None:
     """Wrap vLLM's gates for requests, once however often this is called."""
     processor = compat.InputProcessor
-    if hasattr(processor._validate_params, _WRAPPED):
+    if hasattr(processor._validate_params, compat.WRAPPED):
         return
     processor._validate_params = _wrap_validate(processor._validate_params)
     processor.process_inputs = _wrap_process(processor.process_inputs)
@@ -118,7 +117,7 @@ def _wrap_validate(stock: Callable[..., Any]) -> Callable[..., Any]:
         )
         return resolved
 
-    setattr(_validate_params, _WRAPPED, True)
+    setattr(_validate_params, compat.WRAPPED, True)
     return _validate_params
 
 

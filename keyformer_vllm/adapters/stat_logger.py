@@ -17,8 +17,6 @@ from keyformer_vllm.adapters import compat
 from keyformer_vllm.config import config_from_additional
 from keyformer_vllm.metrics import PrometheusExporter
 
-_WRAPPED = "_keyformer_wrapped"
-
 
 class KeyformerStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
     """Exports what the schedulers counted (``vllm/v1/metrics/loggers.py``)."""
@@ -45,7 +43,7 @@ class KeyformerStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
 def install() -> None:
     """Wrap how vLLM makes its stat loggers, once however often this is called."""
     manager = compat.StatLoggerManager
-    if not hasattr(manager.__init__, _WRAPPED):
+    if not hasattr(manager.__init__, compat.WRAPPED):
         manager.__init__ = _wrap_init(manager.__init__)
 
 
@@ -58,5 +56,5 @@ def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
             ours = KeyformerStatLogger(vllm_config, self.engine_indexes)
             self.stat_loggers.insert(0, ours)
 
-    setattr(__init__, _WRAPPED, True)
+    setattr(__init__, compat.WRAPPED, True)
     return __init__
