@@ -137,19 +137,20 @@ def test_failed_requests_are_no_result(tmp_path):
 def test_servers_are_measured_and_stopped(tiny_model, tmp_path):
     done = run_serving(
         *("--model", str(tiny_model("llama-4-2")), "--dtype", "float32"),
-        # Long enough for the metrics to be read while requests run.
+        # Seconds of steps: the metrics must be read while requests run, also where the
+        # server hands out the first tokens late.
         *("--rounds", "1", "--requests", "8", "--prompt-len", "128"),
-        *("--new-tokens", "384", "--pool", "2", "--logs", str(tmp_path)),
+        *("--new-tokens", "1408", "--pool", "2", "--logs", str(tmp_path)),
         *("--arm", "stock", "--arm", "keyformer:0.25:min_tokens=32"),
         *("--output", str(tmp_path / "s.json")),
     )
     assert done.returncode == 0, done.stderr
     result = last_line(done.stdout)
     assert result == common.read_result(tmp_path / "s.json")
-    assert result["settings"]["num_blocks"] == 2 * 16 + 1
+    assert result["settings"]["num_blocks"] == 2 * 48 + 1
     stock, kept = result["arms"]
     for arm in (stock, kept):
-        assert (arm["completed"], arm["output_tokens"]) == (8, 8 * 384)
+        assert (arm["completed"], arm["output_tokens"]) == (8, 8 * 1408)
         assert 1 <= arm["peak_running"] <= 8
     assert "KV policy keyformer" in (tmp_path / "server-1-1.log").read_text()
     assert "KV policy" not in (tmp_path / "server-1-0.log").read_text()
