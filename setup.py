@@ -155,7 +155,7 @@ def compile_kernels(folder: Path) -> list[str]:
         subprocess.run([*command, "-c", str(source), "-o", target], check=True)
         return target
 
-    # Most of the time goes into the score kernels, a file per dtype.
+    # Most of the time goes into score and attention kernels, a file per dtype.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, sorted(CUDA_SOURCES.glob("*.cu"))))
 

@@ -30,9 +30,9 @@ compile() {
 export -f compile
 export out
 
-# The score kernels take longest: first, the two dtypes side by side.
+# The files of one dtype take longest: first, the two dtypes side by side.
 for arch in ${CUDA_ARCHS:-90a 80}; do
-  for source in csrc/cuda/score_keys_*.cu $(ls csrc/cuda/*.cu | grep -v score_keys_); do
+  for source in csrc/cuda/*_[bf][fp]16.cu $(ls csrc/cuda/*.cu | grep -v 16.cu); do
     printf '%s\0%s\0' "$arch" "$source"
   done
 done | xargs -0 -n 2 -P 2 bash -c 'compile "$@"' _

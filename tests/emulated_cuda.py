@@ -38,6 +38,14 @@ def score_keys(*args: Any) -> None:
     _operators().score_keys(*args[:-1], row_layout_number(args[-1]))
 
 
+def paged_attention_scored(*args: Any) -> None:
+    _operators().paged_attention_scored(*args[:-1], row_layout_number(args[-1]))
+
+
+def renumber_slots(*args: Any) -> None:
+    _operators().renumber_slots(*args)
+
+
 def reset_slots(*args: Any) -> None:
     _operators().reset_slots(*args)
 

@@ -54,7 +54,9 @@ def suited_to_score(spec: BatchSpec, impl: str) -> BatchSpec:
     dtype = torch.bfloat16 if spec.dtype == torch.float32 else spec.dtype
     if impl == "triton" and INTERPRETS:
         dtype = torch.float16  # its dot product takes the bits of bfloat16 for integers
-    return suited(replace(spec, head_size=head_size, dtype=dtype), impl)
+    block_size = 64 if spec.block_size == 96 else spec.block_size  # a power of two
+    changed = replace(spec, head_size=head_size, dtype=dtype, block_size=block_size)
+    return suited(changed, impl)
 
 
 @dataclass(frozen=True)

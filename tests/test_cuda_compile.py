@@ -14,19 +14,29 @@ ARCHS = ("80", "90a")
 HEAD_SIZES = (64, 80, 96, 128, 256)
 
 # Registers per thread, by kernel. 96 let 5 blocks of 128 threads run on a
-# multiprocessor; the tiles of head size 256 leave room for 2 anyway.
+# multiprocessor; the tiles of head size 256 leave room for 3 anyway. 168 let the 3
+# blocks of 128 threads of attention run for which shared memory has room, up to head
+# size 128; one of head size 256.
 SCORE_KERNELS = ("sum_rows_kernel", "sum_columns_kernel")
+DTYPES = ("BFloat16", "Float16")
 BUDGETS = {
     "select_tokens_kernel": 64,
     "select_runs_kernel": 80,
     "compact_kv_kernel": 64,
+    "renumber_slots_kernel": 64,
     "reset_slots_kernel": 40,
+    "finish_rows_kernel": 64,
     "draw_noise_kernel": 40,
     "plan_scores_kernel": 64,
     **{
-        f"{kernel}<{dtype},{size}>": 96 if size <= 128 else 104
+        f"{kernel}<{dtype},{size}>": 96 if size <= 128 else 160
         for kernel in SCORE_KERNELS
-        for dtype in ("BFloat16", "Float16")
+        for dtype in DTYPES
+        for size in HEAD_SIZES
+    },
+    **{
+        f"attend_ranges_kernel<{dtype},{size}>": 168 if size <= 128 else 255
+        for dtype in DTYPES
         for size in HEAD_SIZES
     },
 }

@@ -35,6 +35,13 @@ __device__ inline float fast_exp2(float x) {
   return y;
 }
 
+// log2(x), absolute error about 2^-22 between 1/2 and 2, relative beyond.
+__device__ inline float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x, about 1 ulp.
 __device__ inline float fast_reciprocal(float x) {
   float y;
@@ -72,6 +79,65 @@ __device__ inline void multiply_accumulate<Float16>(float (&c)[4], const uint32_
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Two numbers rounded to T, the first in the low half.
+template <typename T>
+__device__ inline uint32_t pack(float low, float high);
+
+template <>
+__device__ inline uint32_t pack<BFloat16>(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+template <>
+__device__ inline uint32_t pack<Float16>(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8 x 8 matrices of 2-byte elements from shared memory. Lane 8 * j + r names row r of matrix
+// j, 16 bytes; lane 4 * g + t gets elements 2 * t and 2 * t + 1 of row g, or of column g.
+__device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Starts a copy of 16 bytes into shared memory, past the L1 cache; zeros where `exists` is false.
+__device__ inline void copy_async_16(void* to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+__device__ inline void copy_async_4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+
+// Closes a group of copies; waiting leaves the `kNewest` last groups of the thread in flight. Other
+// threads see the copies behind the next barrier only.
+__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kNewest>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
 template <typename Args>

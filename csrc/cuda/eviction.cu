@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches of the kernels that evict. They look at bytes, so nothing depends on the dtype.
 #include "compact_kv.cuh"
+#include "renumber_slots.cuh"
 #include "reset_slots.cuh"
 #include "select_keep.cuh"
 
@@ -10,6 +11,12 @@ void launch_reset_slots(const ResetSlotsArgs& args, void* stream) {
   const int64_t num_threads = args.num_tokens * args.num_layers * args.num_kv_heads;
   const auto num_blocks = static_cast<unsigned>((num_threads + kResetThreads - 1) / kResetThreads);
   launch(reset_slots_kernel, dim3{num_blocks, 1, 1}, kResetThreads, 0, stream, args);
+}
+
+void launch_renumber_slots(const RenumberSlotsArgs& args, void* stream) {
+  const auto num_problems =
+      static_cast<unsigned>(args.num_layers * args.requests.num_reqs * args.num_kv_heads);
+  launch(renumber_slots_kernel, dim3{num_problems, 1, 1}, kRenumberThreads, 0, stream, args);
 }
 
 void launch_select_keep(const SelectKeepArgs& args, void* stream) {

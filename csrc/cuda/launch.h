@@ -72,6 +72,7 @@ struct ScoreKeysArgs {
   RowCache cache;  // one layer
   SideView<float> score;
   SideView<const int32_t> position;
+  SideView<const int32_t> place;  // no data: the bias is taken from `position`
   RequestBatch requests;
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int64_t* query_positions;  // [num_tokens] logical
@@ -84,6 +85,44 @@ struct ScoreKeysArgs {
   float scale;
   float soft_cap;
   ScorePlan plan;
+};
+
+// What a range of keys leaves of one (row, query head): the largest logit and the sum of weights
+// against it, of the softmax that attends and of the noisy one that scores.
+struct alignas(16) RangeState {
+  float maximum;
+  float sum;
+  float noisy_maximum;
+  float noisy_sum;
+};
+
+// Scratch of paged_attention_scored, of a few rows at a time.
+struct AttentionScratch {
+  float* logits;       // [num_rows, num_query_heads, max_keys] noisy and divided by tau
+  float* outputs;      // [num_rows, num_query_heads, max_ranges, head_size] divided by nothing yet
+  RangeState* states;  // [num_rows, num_query_heads, max_ranges]
+  int64_t max_keys;    // that a row of the block table can hold
+  int32_t max_ranges;
+  int32_t num_rows;
+};
+
+struct PagedAttentionScoredArgs {
+  ScoreKeysArgs inputs;         // without a plan
+  char* output;                 // [num_tokens, num_query_heads, head_size], dtype of the query
+  int64_t output_token_stride;  // elements
+  int64_t output_head_stride;
+  AttentionScratch scratch;
+  int32_t first_token;  // of the rows in scratch
+  int32_t num_splits;   // thread blocks that share the ranges, or the keys, of a row
+};
+
+struct RenumberSlotsArgs {
+  SideView<int32_t> place;
+  SideView<const int32_t> position;
+  int32_t num_layers;
+  int32_t num_kv_heads;
+  int32_t block_bits;
+  RequestBatch requests;
 };
 
 struct DrawNoiseArgs {
@@ -102,8 +141,14 @@ void launch_reset_slots(const ResetSlotsArgs& args, void* stream);
 void launch_select_keep(const SelectKeepArgs& args, void* stream);
 void launch_compact_kv(const CompactKvArgs& args, void* stream);
 
-// Whether score_keys was compiled for the head size.
+void launch_renumber_slots(const RenumberSlotsArgs& args, void* stream);
+
+// Whether score_keys and paged_attention_scored were compiled for the head size.
 bool scores_head_size(int64_t head_size);
 void launch_score_keys(const ScoreKeysArgs& args, void* stream);
+
+// Bytes that the launch needs at `scratch`, aligned to 16. A function of sizes alone.
+int64_t attention_scratch_bytes(const ScoreKeysArgs& inputs);
+void launch_paged_attention_scored(PagedAttentionScoredArgs args, void* scratch, void* stream);
 
 }  // namespace keyformer::cuda

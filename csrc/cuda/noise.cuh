@@ -56,4 +56,11 @@ __device__ inline float draw_gumbel(RowKey row, int32_t key_position) {
   return value(minus_ln_fixed(value(draw_exponential(row, key_position))));
 }
 
+// The same but for the last bits of the outer logarithm, which is the hardware's.
+__device__ inline float draw_gumbel_fast(RowKey row, int32_t key_position) {
+  const Fraction exponential = draw_exponential(row, key_position);
+  const float quotient = exponential.numerator * fast_reciprocal(exponential.denominator);
+  return -0x1.62e430p-1f * fast_log2(quotient);
+}
+
 }  // namespace keyformer::cuda

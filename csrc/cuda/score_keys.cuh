@@ -23,7 +23,7 @@ struct SumRowsShared {
   TileRows<T, kHeadSize> query;
   TileRows<T, kHeadSize> key;
   QueryVector vectors[kTile];
-  int positions[kTile];
+  KeyPositions positions;
 };
 
 template <typename T, int kHeadSize>
@@ -37,7 +37,7 @@ struct SumColumnsShared {
   QueryVector vectors[kTile];
   float maxima[kTile];
   float sums[kTile];
-  int positions[kTile];
+  KeyPositions positions;
 };
 
 // Where the plan keeps what belongs to a query vector of a KV head.
@@ -51,7 +51,7 @@ __device__ inline int64_t vector_index(const ScoreKeysArgs& args, const RequestR
 // Adds a tile's 16 products of one row to the sum of a lane.
 __device__ inline void add_products(const ScoreKeysArgs& args, const QueryVector& vector,
                                     const float (&products)[kColumnBlocks][4], int half,
-                                    int key_start, const int* positions, OnlineSum* sum) {
+                                    int key_start, const KeyPositions& positions, OnlineSum* sum) {
   const int column = threadIdx.x % 4 * 2;
   float logits[kColumnBlocks][2];
   float maximum = -INFINITY;
@@ -60,7 +60,7 @@ __device__ inline void add_products(const ScoreKeysArgs& args, const QueryVector
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = 8 * n + column + i;
-      const float logit = scaled_logit(args, vector, products[n][2 * half + i], positions[key]);
+      const float logit = scaled_logit(args, vector, products[n][2 * half + i], positions, key);
       // Selected, not added: a key that the row does not see may be NaN.
       logits[n][i] = key_start + key < vector.visible ? logit : -INFINITY;
       maximum = fmaxf(maximum, logits[n][i]);
@@ -72,13 +72,17 @@ __device__ inline void add_products(const ScoreKeysArgs& args, const QueryVector
   for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      sum->sum += weight(vector, logits[n][i], base, positions[8 * n + column + i]);
+      sum->sum += weight(vector, logits[n][i], base, positions.noise[8 * n + column + i]);
     }
   }
 }
 
+// Blocks of sum_rows that shared memory lets run on a multiprocessor, at least.
+template <int kHeadSize>
+constexpr int kRowBlocks = kHeadSize <= 128 ? 5 : 3;
+
 template <typename T, int kHeadSize>
-__global__ void __launch_bounds__(kScoreThreads)
+__global__ void __launch_bounds__(kScoreThreads, kRowBlocks<kHeadSize>)
     sum_rows_kernel(const __grid_constant__ ScoreKeysArgs args) {
   auto& shared = *reinterpret_cast<SumRowsShared<T, kHeadSize>*>(shared_memory());
   const int head = blockIdx.y;
@@ -149,13 +153,6 @@ __device__ inline int first_row_seeing(const ScoreKeysArgs& args, const RequestR
   return first;
 }
 
-// w / sum, rounded as a division but where both are tiny: a row in which one key has almost all the
-// weight gives it 1, not 1 - 2^-24, and such rows add up.
-__device__ inline float divide(float w, float sum, float inverse) {
-  const float quotient = w * inverse;
-  return fmaf(fmaf(-quotient, sum, w), inverse, quotient);
-}
-
 template <typename T, int kHeadSize>
 __device__ inline void store_weights(const ScoreKeysArgs& args,
                                      SumColumnsShared<T, kHeadSize>& shared, int key_start,
@@ -175,8 +172,9 @@ __device__ inline void store_weights(const ScoreKeysArgs& args,
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int key = 8 * n + column + i;
-        const int position = shared.positions[key];
-        const float logit = scaled_logit(args, vector, products[n][2 * half + i], position);
+        const int position = shared.positions.noise[key];
+        const float logit =
+            scaled_logit(args, vector, products[n][2 * half + i], shared.positions, key);
         const float share = divide(weight(vector, logit, maximum, position), sum, inverse);
         pair[i] = key_start + key < vector.visible ? share : 0.0f;
       }

@@ -9,13 +9,13 @@
 
 #include "block_scan.cuh"
 #include "noise.cuh"
+#include "row_softmax.cuh"
 #include "score_plan.cuh"
 
 namespace keyformer::cuda {
 
 constexpr int kScoreThreads = 128;
 constexpr int kColumnBlocks = kTile / 8;
-constexpr float kLog2E = 0x1.715476p+0f;
 
 // How the noise of a row enters. At tau = 1, exp(x + g) is exp(x) / E: one logarithm instead of
 // two. The choice is the row's own, whatever rows share its tile.
@@ -24,7 +24,7 @@ enum class NoiseKind : int32_t { kNone = 0, kInLogit = 1, kInWeight = 2 };
 // What a query vector needs besides its elements.
 struct QueryVector {
   int visible;  // keys; 0: not a vector
-  int position;
+  int bias_position;
   float inverse_tau;
   float slope;
   float sink;  // -inf: none
@@ -91,7 +91,7 @@ __device__ inline void load_vectors(const ScoreKeysArgs& args, const RequestRows
   const float tau = args.tau[token];
   const int64_t noise_key = args.noise_keys[rows.request];
   own.visible = visible_keys(args, rows.request, token);
-  own.position = static_cast<int>(args.query_positions[token]);
+  own.bias_position = query_bias_position(args, rows.request, token);
   own.inverse_tau = __fdiv_rn(1.0f, tau);
   if (args.alibi_slopes != nullptr) own.slope = args.alibi_slopes[query_head];
   if (args.sinks != nullptr) own.sink = args.sinks[query_head];
@@ -102,10 +102,16 @@ __device__ inline void load_vectors(const ScoreKeysArgs& args, const RequestRows
   }
 }
 
+// What noise and bias of a tile of keys are functions of.
+struct KeyPositions {
+  int noise[kTile];
+  int bias[kTile];
+};
+
 // Keys [start, start + kTile) of a request; those from `end` on are zeros.
 template <typename T, int kHeadSize>
 __device__ inline void load_keys(const ScoreKeysArgs& args, int request, int head, int start,
-                                 int end, TileRows<T, kHeadSize>& tile, int* positions) {
+                                 int end, TileRows<T, kHeadSize>& tile, KeyPositions& positions) {
   const RowCache& cache = args.cache;
   const int32_t* blocks = args.requests.blocks(request);
   const int mask = (1 << cache.block_bits) - 1;
@@ -115,12 +121,18 @@ __device__ inline void load_keys(const ScoreKeysArgs& args, int request, int hea
     return reinterpret_cast<const T*>(
         cache.row(0, blocks[slot >> cache.block_bits], head, slot & mask));
   });
-  // Noise and bias are functions of the stored positions.
-  if (args.noise_keys[request] == 0 && args.alibi_slopes == nullptr) return;
+  const bool has_bias = args.alibi_slopes != nullptr;
+  if (args.noise_keys[request] == 0 && !has_bias) return;
   const int slot = start + threadIdx.x;
   if (threadIdx.x >= kTile) return;
-  positions[threadIdx.x] =
-      slot < end ? args.position.at(0, blocks[slot >> cache.block_bits], head)[slot & mask] : 0;
+  const auto read = [&](const SideView<const int32_t>& side) {
+    return slot < end ? side.at(0, blocks[slot >> cache.block_bits], head)[slot & mask] : 0;
+  };
+  const int position = read(args.position);
+  positions.noise[threadIdx.x] = position;
+  if (has_bias) {
+    positions.bias[threadIdx.x] = args.place.data != nullptr ? read(args.place) : position;
+  }
 }
 
 // Products of a warp's 16 vectors with all keys of a tile. Lane 4 * g + t holds vectors g and
@@ -154,13 +166,12 @@ __device__ inline void multiply_tile(const TileRows<T, kHeadSize>& query,
 
 // The exponent of a weight, all but the noise of a row that puts it into the weight.
 __device__ inline float scaled_logit(const ScoreKeysArgs& args, const QueryVector& vector,
-                                     float product, int key_position) {
-  float x = product * args.scale;
-  if (args.soft_cap > 0.0f) x = args.soft_cap * tanhf(x / args.soft_cap);
+                                     float product, const KeyPositions& positions, int key) {
+  float x = capped_logit(args, product);
   if (args.alibi_slopes != nullptr) {
-    x += vector.slope * static_cast<float>(key_position - vector.position);
+    x += bias(vector.slope, positions.bias[key], vector.bias_position);
   }
-  if (vector.noise == NoiseKind::kInLogit) x += draw_gumbel(vector.row_key, key_position);
+  if (vector.noise == NoiseKind::kInLogit) x += draw_gumbel(vector.row_key, positions.noise[key]);
   return x * vector.inverse_tau;
 }
 
@@ -174,27 +185,5 @@ __device__ inline float weight(const QueryVector& vector, float logit, float max
   }
   return w;
 }
-
-// A running maximum and the sum of weights against it.
-struct OnlineSum {
-  float maximum = -INFINITY;
-  float sum = 0.0f;
-
-  // A row of which nothing was seen has no maximum, and no weight to rescale.
-  __device__ static float base(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
-
-  __device__ void raise(float other) {
-    const float next = fmaxf(maximum, other);
-    sum *= fast_exp2((maximum - base(next)) * kLog2E);
-    maximum = next;
-  }
-
-  __device__ void merge(OnlineSum other) {
-    const float next = fmaxf(maximum, other.maximum);
-    sum = sum * fast_exp2((maximum - base(next)) * kLog2E) +
-          other.sum * fast_exp2((other.maximum - base(next)) * kLog2E);
-    maximum = next;
-  }
-};
 
 }  // namespace keyformer::cuda

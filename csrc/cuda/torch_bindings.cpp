@@ -15,6 +15,10 @@
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../tensor_checks.hpp"
@@ -143,8 +147,9 @@ keyformer::cuda::ScoreKeysArgs score_keys_args(
     const Tensor& query, const Tensor& kv_cache, const Tensor& score, const Tensor& position,
     const Tensor& block_table, const Tensor& kv_lens, const Tensor& query_start_loc,
     const Tensor& query_positions, const Tensor& tau, const Tensor& noise_keys,
-    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
-    int64_t layer_index, int64_t first_query_head, double scale, double soft_cap, int64_t layout) {
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& place,
+    const std::optional<Tensor>& sinks, int64_t layer_index, int64_t first_query_head, double scale,
+    double soft_cap, int64_t layout) {
   keyformer::cuda::ScoreKeysArgs args{};
   args.cache = row_cache(kv_cache, 0, layout);
   args.element_type = element_type(kv_cache);
@@ -164,6 +169,9 @@ keyformer::cuda::ScoreKeysArgs score_keys_args(
   args.score = side_view<float>("score", score, ScalarType::Float, 0, nullptr);
   check_side_size("score", score, kv_cache);
   args.position = side_view<const int32_t>("position", position, ScalarType::Int, 0, &score);
+  if (place.has_value()) {
+    args.place = side_view<const int32_t>("place", *place, ScalarType::Int, 0, &score);
+  }
   args.requests = request_batch(block_table, kv_lens);
   const int64_t num_reqs = args.requests.num_reqs;
   args.query_start_loc =
@@ -205,13 +213,66 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
                 const std::optional<Tensor>& place, const std::optional<Tensor>& sinks,
                 int64_t layer_index, int64_t first_query_head, double scale, double soft_cap,
                 int64_t layout) {
-  check(!place.has_value(), "place: on a GPU the bias goes by position only");
   auto args = score_keys_args(query, kv_cache, score, position, block_table, kv_lens,
                               query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
-                              sinks, layer_index, first_query_head, scale, soft_cap, layout);
+                              place, sinks, layer_index, first_query_head, scale, soft_cap, layout);
   const Device device(query);
   const Tensor scratch = make_plan(query, args);
   keyformer::cuda::launch_score_keys(args, device.stream());
+}
+
+// Scratch of the attention, kept for the next call: a step allocates nothing. A captured graph goes
+// on using what it was captured with, so an outgrown buffer is kept as well; each is at least twice
+// as large as the one before. Launches of one stream run one after the other and share it.
+void* attention_scratch(const Tensor& like, int64_t num_bytes, void* stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int32_t, void*>, std::vector<Tensor>> kept;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& buffers = kept[{like.get_device_index(), stream}];
+  const int64_t last = buffers.empty() ? 0 : buffers.back().numel();
+  if (buffers.empty() || last < num_bytes) {
+    const std::vector<int64_t> size = {std::max(num_bytes, 2 * last)};
+    buffers.push_back(torch::stable::new_empty(like, size, ScalarType::Byte));
+  }
+  return buffers.back().data_ptr();
+}
+
+void paged_attention_scored(const Tensor& output, const Tensor& query, const Tensor& kv_cache,
+                            const Tensor& score, const Tensor& position, const Tensor& block_table,
+                            const Tensor& kv_lens, const Tensor& query_start_loc,
+                            const Tensor& query_positions, const Tensor& tau,
+                            const Tensor& noise_keys, const std::optional<Tensor>& alibi_slopes,
+                            const std::optional<Tensor>& place, const std::optional<Tensor>& sinks,
+                            int64_t layer_index, int64_t first_query_head, double scale,
+                            double soft_cap, int64_t layout) {
+  keyformer::cuda::PagedAttentionScoredArgs args{};
+  args.inputs =
+      score_keys_args(query, kv_cache, score, position, block_table, kv_lens, query_start_loc,
+                      query_positions, tau, noise_keys, alibi_slopes, place, sinks, layer_index,
+                      first_query_head, scale, soft_cap, layout);
+  check(args.inputs.cache.block_bits >= 4, "kv_cache: block size must be at least 16");
+  check_tensor("output", output, query.scalar_type(), 3);
+  for (int64_t dim = 0; dim < 3; ++dim) check_size("output", output, dim, query.size(dim));
+  args.output = static_cast<char*>(output.data_ptr());
+  args.output_token_stride = output.stride(0);
+  args.output_head_stride = output.stride(1);
+  const Device device(query);
+  const int64_t num_bytes = keyformer::cuda::attention_scratch_bytes(args.inputs);
+  void* scratch = attention_scratch(query, num_bytes, device.stream());
+  keyformer::cuda::launch_paged_attention_scored(args, scratch, device.stream());
+}
+
+void renumber_slots(const Tensor& place, const Tensor& position, const Tensor& block_table,
+                    const Tensor& kv_lens) {
+  keyformer::cuda::RenumberSlotsArgs args{};
+  args.place = side_view<int32_t>("place", place, ScalarType::Int, 1, nullptr);
+  args.position = side_view<const int32_t>("position", position, ScalarType::Int, 1, &place);
+  args.num_layers = static_cast<int32_t>(place.size(0));
+  args.num_kv_heads = static_cast<int32_t>(place.size(2));
+  args.block_bits = block_bits("place", place.size(3));
+  args.requests = request_batch(block_table, kv_lens);
+  const Device device(place);
+  keyformer::cuda::launch_renumber_slots(args, device.stream());
 }
 
 void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot_mapping,
@@ -304,6 +365,8 @@ template <typename Library>
 void register_kernels(Library& m) {
   m.impl("draw_noise", TORCH_BOX(&draw_noise));
   m.impl("score_keys", TORCH_BOX(&score_keys));
+  m.impl("paged_attention_scored", TORCH_BOX(&paged_attention_scored));
+  m.impl("renumber_slots", TORCH_BOX(&renumber_slots));
   m.impl("reset_slots", TORCH_BOX(&reset_slots));
   m.impl("select_keep", TORCH_BOX(&select_keep));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));

@@ -165,9 +165,9 @@ def paged_attention_scored(
     where these are given; an attention sink takes part in the softmax as a key without
     a value. All three as in vLLM's CPU kernel (csrc/cpu/cpu_attn_impl.hpp of vLLM
     0.32), which however derives the bias from the cache slot and so needs a cache that
-    nothing was evicted from. Scores are those of `score_keys`, to the bit for the same
-    implementation. Made for decode steps: a request's rows are handled one after the
-    other.
+    nothing was evicted from. Scores are those of `score_keys`, to the bit on a CPU.
+    Made for decode steps: a request's rows are handled one after the other. On a GPU
+    scratch is kept from call to call, at most 256 MiB unless one row needs more.
 
     Args:
         output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
@@ -245,7 +245,7 @@ def renumber_slots(
         position: int32, shape of `place`.
         block_table: [num_reqs, max_blocks] int32, after the eviction.
         kv_lens: [num_reqs] int32, after the eviction.
-        impl: "reference" or "cpu".
+        impl: "reference", "cpu" or "cuda".
 
     Raises:
         ValueError: naming the argument and its value; also for a position that is

@@ -27,6 +27,15 @@ def score_keys(*args: Any) -> None:
     torch.ops.keyformer.score_keys.default(*rest, row_layout_number(layout))
 
 
+def paged_attention_scored(*args: Any) -> None:
+    *rest, layout = args
+    torch.ops.keyformer.paged_attention_scored.default(*rest, row_layout_number(layout))
+
+
+def renumber_slots(*args: Any) -> None:
+    torch.ops.keyformer.renumber_slots.default(*args)
+
+
 def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 

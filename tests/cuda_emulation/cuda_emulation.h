@@ -17,6 +17,8 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "fibers.h"
 
@@ -39,6 +41,13 @@ struct dim3 {
 struct alignas(8) float2 {
   float x;
   float y;
+};
+
+struct alignas(16) float4 {
+  float x;
+  float y;
+  float z;
+  float w;
 };
 
 struct alignas(16) uint4 {
@@ -88,6 +97,64 @@ class Block {
   unsigned char turn_[Fibers::kMaxFibers] = {};
 };
 
+// Copies into shared memory that a thread has started. They happen as late as they may, or at once
+// where the threads run in the other order: so a missing wait shows in one, and a buffer that is
+// still read in the other.
+class AsyncCopies {
+ public:
+  static AsyncCopies& of_thread() { return threads()[Fibers::instance().current()]; }
+
+  // What a thread that failed has left.
+  static void forget_all() {
+    for (int i = 0; i < Fibers::kMaxFibers; ++i) threads()[i] = AsyncCopies();
+  }
+
+  void start(void* to, const void* from, size_t size, bool exists) {
+    const Copy copy{to, from, size, exists};
+    if (Fibers::instance().is_reversed()) {
+      perform(copy);
+    } else {
+      open_.push_back(copy);
+    }
+  }
+
+  void close() {
+    groups_.push_back(std::move(open_));
+    open_.clear();
+  }
+
+  void wait(size_t newest) {
+    while (groups_.size() > newest) {
+      for (const Copy& copy : groups_.front()) perform(copy);
+      groups_.erase(groups_.begin());
+    }
+  }
+
+ private:
+  struct Copy {
+    void* to;
+    const void* from;
+    size_t size;
+    bool exists;
+  };
+
+  static AsyncCopies* threads() {
+    static AsyncCopies instances[Fibers::kMaxFibers];
+    return instances;
+  }
+
+  static void perform(const Copy& copy) {
+    if (copy.exists) {
+      std::memcpy(copy.to, copy.from, copy.size);
+    } else {
+      std::memset(copy.to, 0, copy.size);
+    }
+  }
+
+  std::vector<Copy> open_;
+  std::vector<std::vector<Copy>> groups_;
+};
+
 inline Block& block() {
   static Block instance;
   return instance;
@@ -108,9 +175,26 @@ inline float bits_to_float(uint16_t bits, bool is_bfloat16) {
   return bits & 0x8000 ? -value : value;
 }
 
+// Rounded to nearest, ties to even.
+inline uint16_t float_to_bits(float value, bool is_bfloat16) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t sign = bits >> 16 & 0x8000;
+  if (value != value) return 0x7FFF;
+  if (is_bfloat16) return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  const float magnitude = std::fabs(value);
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
+  // Numbers of an exponent lie 2^(exponent - 10) apart, those below 2^-14 as far as there.
+  const int exponent = std::max(std::ilogb(std::max(magnitude, 0x1p-14f)), -14);
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  // A step into the next exponent carries over in the sum.
+  return static_cast<uint16_t>(sign | (((exponent + 14) << 10) + steps));
+}
+
 }  // namespace keyformer::emulation
 
 using std::min;
+using std::max;
 
 inline void __syncthreads() { keyformer::emulation::block().sync(); }
 inline void __syncwarp(unsigned = ~0u) { keyformer::emulation::block().exchange(0); }
@@ -120,6 +204,11 @@ inline T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = threadIdx.x % 32;
   const T* lanes = keyformer::emulation::block().exchange(value);
   return lanes[lane >= distance ? lane - distance : lane];
+}
+
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+  return keyformer::emulation::block().exchange(value)[lane];
 }
 
 template <typename T>
@@ -151,6 +240,20 @@ inline int atomicAdd(int* target, int value) {
   return old;
 }
 
+inline unsigned atomicOr(unsigned* target, unsigned bits) {
+  const unsigned old = *target;
+  *target |= bits;
+  return old;
+}
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+inline int atomicMin(int* target, int value) {
+  const int old = *target;
+  *target = std::min(old, value);
+  return old;
+}
+
 inline int atomicMax(int* target, int value) {
   const int old = *target;
   *target = std::max(old, value);
@@ -175,7 +278,48 @@ struct Float16 {
 inline char* shared_memory() { return emulation::block().shared; }
 
 inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
+
+template <typename T>
+inline uint32_t pack(float low, float high) {
+  constexpr bool kIsBFloat16 = std::is_same_v<T, BFloat16>;
+  return emulation::float_to_bits(low, kIsBFloat16) |
+         static_cast<uint32_t>(emulation::float_to_bits(high, kIsBFloat16)) << 16;
+}
+
+inline void load_matrices(uint32_t (&to)[4], const void* row) {
+  const int lane = threadIdx.x % 32;
+  const auto* rows = emulation::block().exchange(static_cast<const char*>(row));
+  for (int j = 0; j < 4; ++j) std::memcpy(&to[j], rows[8 * j + lane / 4] + lane % 4 * 4, 4);
+}
+
+inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
+  const int lane = threadIdx.x % 32;
+  const auto* rows = emulation::block().exchange(static_cast<const char*>(row));
+  for (int j = 0; j < 4; ++j) {
+    uint16_t pair[2];
+    for (int i = 0; i < 2; ++i) {
+      std::memcpy(&pair[i], rows[8 * j + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+    }
+    to[j] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+  }
+}
+
+inline void copy_async_16(void* to, const void* from, bool exists) {
+  emulation::AsyncCopies::of_thread().start(to, from, 16, exists);
+}
+
+inline void copy_async_4(void* to, const void* from) {
+  emulation::AsyncCopies::of_thread().start(to, from, 4, true);
+}
+
+inline void close_copies() { emulation::AsyncCopies::of_thread().close(); }
+
+template <int kNewest>
+inline void wait_for_copies() {
+  emulation::AsyncCopies::of_thread().wait(kNewest);
+}
 
 template <typename T>
 inline void multiply_accumulate(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -217,6 +361,7 @@ void launch(void (*kernel)(Args), dim3 grid, int num_threads, int shared_bytes, 
   block.grid = grid;
   block.shared = memory + (16 - reinterpret_cast<uintptr_t>(memory) % 16) % 16;
   block.num_threads = num_threads;
+  emulation::AsyncCopies::forget_all();
   const unsigned num_blocks = grid.x * grid.y * grid.z;
   for (unsigned i = 0; i < num_blocks; ++i) {
     block.index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};

@@ -29,6 +29,7 @@ class Fibers {
 
   // From the last fiber to the first, to show what depends on the order.
   void set_reversed(bool reversed) { reversed_ = reversed; }
+  bool is_reversed() const { return reversed_; }
 
   // Runs `body` once in each of `count` fibers; an exception ends all of them.
   void run(int count, const std::function<void()>& body) {

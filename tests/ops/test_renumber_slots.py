@@ -8,12 +8,6 @@ from keyformer_vllm import ops
 from tests.helpers import BatchSpec, PagedBatch, make_batch
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def any_impl(request):
-    """Those that have this operator; there is none for a GPU yet."""
-    return request.param
-
-
 def run(batch: PagedBatch, impl: str, **changes: torch.Tensor) -> None:
     arguments = {
         "place": batch.place,
@@ -24,7 +18,7 @@ def run(batch: PagedBatch, impl: str, **changes: torch.Tensor) -> None:
     ops.renumber_slots(**(arguments | changes), impl=impl)
 
 
-@pytest.mark.parametrize("block_size", [32, 96])
+@pytest.mark.parametrize("block_size", [32, 128])
 def test_places_are_ranks_by_position(block_size, any_impl, num_threads):
     """Positions above and below the borders of a machine word; an empty request."""
     bs = block_size
