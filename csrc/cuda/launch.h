@@ -96,7 +96,10 @@ struct alignas(16) RangeState {
   float noisy_sum;
 };
 
-// Scratch of paged_attention_scored, of a few rows at a time.
+// Scratch of paged_attention_scored, of as many rows as fit into kMaxScratchBytes at a time, or
+// one.
+constexpr int64_t kMaxScratchBytes = int64_t{256} << 20;
+
 struct AttentionScratch {
   float* logits;       // [num_rows, num_query_heads, max_keys] noisy and divided by tau
   float* outputs;      // [num_rows, num_query_heads, max_ranges, head_size] divided by nothing yet

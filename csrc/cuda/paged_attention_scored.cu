@@ -12,9 +12,6 @@ namespace keyformer::cuda {
 
 namespace {
 
-// What does not fit is done in several launches, some rows at a time.
-constexpr int64_t kMaxScratchBytes = int64_t{256} << 20;
-
 // Enough blocks of threads to fill the largest GPU about five times over: so the last ones, which
 // do not fill it, cost little.
 constexpr int64_t kEnoughBlocks = 2048;

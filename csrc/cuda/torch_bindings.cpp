@@ -222,8 +222,9 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
 }
 
 // Scratch of the attention, kept for the next call: a step allocates nothing. A captured graph goes
-// on using what it was captured with, so an outgrown buffer is kept as well; each is at least twice
-// as large as the one before. Launches of one stream run one after the other and share it.
+// on using what it was captured with, so an outgrown buffer is kept as well; each is twice as large
+// as the one before, so that together they are hardly more than the last two. Launches of one
+// stream run one after the other and share it.
 void* attention_scratch(const Tensor& like, int64_t num_bytes, void* stream) {
   static std::mutex mutex;
   static std::map<std::pair<int32_t, void*>, std::vector<Tensor>> kept;
@@ -231,7 +232,8 @@ void* attention_scratch(const Tensor& like, int64_t num_bytes, void* stream) {
   auto& buffers = kept[{like.get_device_index(), stream}];
   const int64_t last = buffers.empty() ? 0 : buffers.back().numel();
   if (buffers.empty() || last < num_bytes) {
-    const std::vector<int64_t> size = {std::max(num_bytes, 2 * last)};
+    const std::vector<int64_t> size = {
+        std::max(num_bytes, std::min(2 * last, keyformer::cuda::kMaxScratchBytes))};
     buffers.push_back(torch::stable::new_empty(like, size, ScalarType::Byte));
   }
   return buffers.back().data_ptr();

@@ -167,7 +167,8 @@ def paged_attention_scored(
     0.32), which however derives the bias from the cache slot and so needs a cache that
     nothing was evicted from. Scores are those of `score_keys`, to the bit on a CPU.
     Made for decode steps: a request's rows are handled one after the other. On a GPU
-    scratch is kept from call to call, at most 256 MiB unless one row needs more.
+    scratch is kept from call to call: 256 MiB at most, unless one row needs more, and
+    what was outgrown, for the graphs that were captured with it.
 
     Args:
         output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
