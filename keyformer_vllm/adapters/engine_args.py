@@ -104,9 +104,8 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
 
     Args:
         engine_args: vLLM's ``EngineArgs``. With a policy: ``scheduler_cls``,
-            ``worker_cls``, ``enable_prefix_caching`` and ``additional_config``
-            are set. With policy ``full``: our key is taken out, all else is
-            left alone. Without: untouched.
+            ``worker_cls`` and ``additional_config`` are set. With policy ``full``:
+            our key is taken out, all else is left alone. Without: untouched.
 
     Returns:
         The policy's settings, or None when stock vLLM is to run.
@@ -127,13 +126,6 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
         return None
     validation.check_engine_args(config.policy, engine_args)
     config.check_trace()
-    if engine_args.enable_prefix_caching is None:
-        compat.plugin_logger(__name__).warning(
-            "--kv-policy %s turns prefix caching off: eviction rewrites the blocks "
-            "it would share.",
-            config.policy,
-        )
-    engine_args.enable_prefix_caching = False
     engine_args.scheduler_cls = SCHEDULER
     engine_args.worker_cls = WORKERS[compat.current_platform().device_type]
     engine_args.additional_config = {

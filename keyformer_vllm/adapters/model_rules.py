@@ -14,7 +14,6 @@ from keyformer_vllm.adapters.rules import (
     CPU_V2,
     OWN_CLASS,
     SCHEDULER,
-    SHARED_BLOCKS,
     WORKERS,
     Rule,
     find_kv_events,
@@ -302,13 +301,6 @@ OUTCOME_RULES = (
         _cache_dtype,
         "scores and moves need keys and values of the model's own dtype",
         "use --kv-cache-dtype auto with an unquantised cache, or drop --kv-policy",
-    ),
-    Rule(
-        "prefix caching",
-        lambda config: setting_if(
-            config.cache_config.enable_prefix_caching, "prefix caching"
-        ),
-        SHARED_BLOCKS,
     ),
     Rule(
         "block size",

@@ -55,18 +55,35 @@ class EvictionEntry:
         block_ids: physical blocks that hold the request before the eviction,
             front first.
         counts: how many tokens go and stay, the same for all layers and heads.
+        cached_ids: those of the blocks given back that the prefix cache keeps; what is
+            in them stays.
     """
 
     block_ids: list[int]
     counts: Eviction
+    cached_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
 class StepPlan:
-    """New requests and evictions of one scheduler step, keyed by request id."""
+    """What one scheduler step asks of the workers, in the order of the fields.
+
+    Copies are of keys and values only, as pairs (source, target) of physical blocks.
+
+    Args:
+        new_requests: by request id.
+        cache_copies: copies that the prefix cache keeps of what is rewritten next.
+        evictions: by request id.
+        hit_copies: copies of cached blocks for requests admitted in this step.
+        hits: by id of each admitted request that may evict, the physical blocks that
+            hold the start of it already; the scores in them are started anew.
+    """
 
     new_requests: dict[str, RequestParams] = field(default_factory=dict)
+    cache_copies: list[tuple[int, int]] = field(default_factory=list)
     evictions: dict[str, EvictionEntry] = field(default_factory=dict)
+    hit_copies: list[tuple[int, int]] = field(default_factory=list)
+    hits: dict[str, list[int]] = field(default_factory=dict)
 
 
 def plan_of(scheduler_output: Any) -> StepPlan:

@@ -17,7 +17,6 @@ WORKERS = {"cpu": "keyformer_vllm.adapters.worker.KeyformerCPUWorker"}
 
 BLOCK_SIZE_UNIT = 32
 
-SHARED_BLOCKS = "eviction rewrites blocks that prefix caching would share"
 CONNECTOR = "evicted and compacted blocks must not leave the engine as whole prompts"
 OWN_CLASS = "the policy brings its own"
 CPU_V2 = "this release supports model runner V1 on CPU"
@@ -146,11 +145,6 @@ ENGINE_ARGS_RULES = (
         "run it there or drop --kv-policy",
     ),
     Rule(
-        "prefix caching",
-        lambda args: setting_if(args.enable_prefix_caching, "--enable-prefix-caching"),
-        SHARED_BLOCKS,
-    ),
-    Rule(
         "speculative decoding",
         _speculative_flags,
         "rejected draft tokens take back counts that eviction relies on",
@@ -219,7 +213,7 @@ ENGINE_ARGS_RULES = (
         lambda args: setting_if(
             args.enable_return_routed_experts, "--enable-return-routed-experts"
         ),
-        "it needs prefix caching, which a KV policy turns off",
+        "it stores them by cached block, and after an eviction nothing is cached",
     ),
     Rule("scheduler class", _other_class("scheduler_cls", SCHEDULER), OWN_CLASS),
     Rule("worker class", _worker_class, OWN_CLASS),

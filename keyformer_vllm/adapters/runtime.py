@@ -135,11 +135,17 @@ class WorkerRuntime:
             gone = gone.union(scheduler_output.preempted_req_ids or ())
             self.ring.release(self.table.known_rows(gone))
         self.table.update(scheduler_output, plan)
-        if plan.evictions:
-            # Ordered before this step's writes, and so before any reuse of the
-            # freed blocks by another request.
-            with torch.inference_mode():
+        # Ordered before this step's writes, and so before any reuse of the freed
+        # blocks by another request; and as the plan demands among each other.
+        with torch.inference_mode():
+            if plan.cache_copies:
+                self._copy_blocks(plan.cache_copies)
+            if plan.evictions:
                 self._evict(plan.evictions)
+            if plan.hit_copies:
+                self._copy_blocks(plan.hit_copies)
+            for block_ids in plan.hits.values():
+                self._start_scores(block_ids)
         if self.trace is not None:
             self.trace.record(self, scheduler_output, plan)
         self.in_step = True
@@ -208,8 +214,27 @@ class WorkerRuntime:
         self.counts.add("compaction_seconds", perf_counter_ns() - selected)
         if self.config.poison_freed:
             self.poison_blocks(
-                block for entry in entries for block in self._blocks(entry)[0]
+                block
+                for entry in entries
+                for block in self._blocks(entry)[0]
+                if block not in entry.cached_ids
             )
+
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy keys and values of all layers; no source is among the targets."""
+        sources, targets = torch.tensor(pairs).T
+        for pages in self.kv_pages:  # one layer at a time keeps what lies between small
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+    def _start_scores(self, block_ids: list[int]) -> None:
+        """Start the side data of a request whose first tokens were in the cache.
+
+        Who wrote these blocks may not have kept any, and its scores were its own.
+        """
+        slots = torch.tensor(block_ids)[:, None] * self.block_size
+        slots = (slots + torch.arange(self.block_size)).flatten()
+        positions = torch.arange(len(slots))
+        self.reset_slots(slots, positions, positions)
 
     def _renumber(self, entries: list[EvictionEntry]) -> None:
         """Give the survivors of evictions their places among each other.
@@ -275,7 +300,7 @@ class WorkerRuntime:
             slot_mapping: int64 ``[num_tokens]``.
             positions: int64 ``[num_tokens]``, logical.
             places: int64 ``[num_tokens]``, tokens that the request holds before each
-                of these; only with compact positions.
+                of these; needed only with compact positions.
         """
         ops.reset_slots(self.score, self.position, slot_mapping, positions, impl="cpu")
         if self.place is not None:

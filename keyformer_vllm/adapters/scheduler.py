@@ -14,7 +14,7 @@ from typing import Any
 
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.accounting import REPORT_KEY, Accounting
-from keyformer_vllm.adapters.kv_cache_manager import KeyformerManager
+from keyformer_vllm.adapters.kv_cache_manager import BlockCopies, KeyformerManager
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.plan import (
     PLAN_ATTRIBUTE,
@@ -32,7 +32,7 @@ from keyformer_vllm.config import (
 )
 from keyformer_vllm.core.capacity import estimate_capacity
 from keyformer_vllm.core.policies import get_policy
-from keyformer_vllm.core.retention import Retention
+from keyformer_vllm.core.retention import Eviction, Retention
 from keyformer_vllm.ops.layout import PLACE_BYTES_PER_SLOT
 
 logger = compat.plugin_logger(__name__)
@@ -68,6 +68,7 @@ class KeyformerSchedulerMixin:
             )
         self.kv_manager: KeyformerManager = managers[0]
         self.retentions: dict[str, Retention] = {}
+        self.kv_manager.evicting = self.retentions
         self.request_params: dict[str, RequestParams] = {}
         self.evicted_blocks: dict[str, int] = {}
         self.accounting = Accounting(self.kv_manager.block_size)
@@ -86,7 +87,7 @@ class KeyformerSchedulerMixin:
         self.accounting.arrived(request.request_id, config, reported)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        evictions = self._evict_due_requests()
+        evictions, cache_copies = self._evict_due_requests()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # A request preempted in this very step lost all its blocks: nothing of
         # it is left to compact.
@@ -98,7 +99,9 @@ class KeyformerSchedulerMixin:
             new.req_id: self.request_params[new.req_id]
             for new in output.scheduled_new_reqs
         }
-        setattr(output, PLAN_ATTRIBUTE, StepPlan(new_requests, evictions))
+        hit_copies, hits = self.kv_manager.take_hits()
+        plan = StepPlan(new_requests, cache_copies, evictions, hit_copies, hits)
+        setattr(output, PLAN_ATTRIBUTE, plan)
         return output
 
     def update_from_output(
@@ -121,26 +124,56 @@ class KeyformerSchedulerMixin:
             compat.attach_step_counts(stats, counts.take())
         return stats
 
-    def _evict_due_requests(self) -> dict[str, EvictionEntry]:
-        """Free blocks of every request past its budget by a block or more."""
-        evictions: dict[str, EvictionEntry] = {}
+    def _evict_due_requests(self) -> tuple[dict[str, EvictionEntry], BlockCopies]:
+        """Free blocks of every request past its budget by a block or more.
+
+        Returns:
+            The evictions, and the copies that come before them.
+        """
+        due: dict[str, Eviction] = {}
         for request in self.running:  # type: ignore[attr-defined]
             retention = self.retentions.get(request.request_id)
             # Prompt attention is full. The flag also covers a request that was
             # preempted and computes its prompt and answer anew.
             if retention is None or request.is_prefill_chunk:
                 continue
-            request_id = request.request_id
-            first = self.evicted_blocks.get(request_id, 0)
+            first = self.evicted_blocks.get(request.request_id, 0)
             eviction = retention.eviction(request.num_computed_tokens, first)
-            if eviction is None:
-                continue
-            held = self.kv_manager.evict_prefix(
-                request_id, first, eviction.evicted_blocks
+            if eviction is not None:
+                due[request.request_id] = eviction
+        copies = self.kv_manager.uncache(
+            {
+                request_id: eviction.evicted_blocks
+                for request_id, eviction in due.items()
+            }
+        )
+        evictions: dict[str, EvictionEntry] = {}
+        for request_id, eviction in due.items():
+            held, cached = self.kv_manager.evict_prefix(
+                request_id,
+                self.evicted_blocks.get(request_id, 0),
+                eviction.evicted_blocks,
             )
             self.evicted_blocks[request_id] = eviction.evicted_blocks
-            evictions[request_id] = EvictionEntry(held, eviction)
-        return evictions
+            evictions[request_id] = EvictionEntry(held, eviction, cached)
+        return evictions, copies
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> Any:
+        """vLLM's hit, as far as its blocks can be had and its scores can wait."""
+        blocks, num_tokens, *others = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        (found,) = blocks.blocks
+        block_size = self.kv_manager.block_size
+        usable = self.kv_manager.usable_hit(request.request_id, found)
+        params = self.request_params[request.request_id]
+        if params.scores:
+            # Skipped queries score nothing. The last ones, which tell most about the
+            # answer, are computed: those that were asked for, else a block of them.
+            first_scored = params.first_scored or params.num_prompt_tokens - block_size
+            usable = min(usable, max(0, first_scored) // block_size)
+        if usable < len(found):
+            num_tokens = usable * block_size
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)  # type: ignore[attr-defined]
+        return blocks, num_tokens, *others
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]

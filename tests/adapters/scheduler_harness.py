@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 from keyformer_vllm.adapters.compat import take_step_counts
@@ -23,6 +24,11 @@ class Harness:
     def __init__(self, model: Any, num_blocks: int, **settings: Any) -> None:
         import torch
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import (
+            get_request_block_hasher,
+            init_none_hash,
+        )
         from vllm.v1.core.single_type_kv_cache_manager import (
             register_all_kvcache_specs,
         )
@@ -38,6 +44,7 @@ class Harness:
 
         engine = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
         engine |= settings.pop("engine", {})
+        caching = settings.pop("caching", False)
         # With vLLM's asynchronous scheduler one step is under way while the next
         # one is scheduled.
         self.steps_in_flight = settings.pop("steps_in_flight", 0)
@@ -48,7 +55,7 @@ class Harness:
             dtype="float32",
             block_size=BLOCK_SIZE,
             max_model_len=2048,
-            enable_prefix_caching=False,
+            enable_prefix_caching=caching,
             async_scheduling=False,
             **engine,
         ).create_engine_config()
@@ -71,9 +78,15 @@ class Harness:
             block_size=BLOCK_SIZE,
             log_stats=True,
         )
-        self.worker = FakeWorker(BLOCK_SIZE)
+        self.worker = FakeWorker(BLOCK_SIZE, TOKEN)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.num_blocks = num_blocks
+        self.block_hasher = None
+        if caching:
+            init_none_hash(sha256)
+            self.block_hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.hashed: dict[bytes, list[Any]] = {}
+        """Hash of a block to what full attention would store in it."""
         self.finished: set[str] = set()
         self.stopping: set[str] = set()
         self.counts = StepCounts()
@@ -84,7 +97,10 @@ class Harness:
         self.planned: list[Any] = []
         self.pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
 
-    def add(self, name: str, prompt: int, new: int, **extra: Any) -> Any:
+    def add(
+        self, name: str, prompt: int | Sequence[int], new: int, **extra: Any
+    ) -> Any:
+        """Hand in a request; a prompt given by its length is the same token again."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -94,7 +110,9 @@ class Harness:
             stop_token_ids=[STOP_TOKEN],
             extra_args=extra or None,
         )
-        request = Request(name, [1] * prompt, params, None)
+        tokens = [1] * prompt if isinstance(prompt, int) else list(prompt)
+        request = Request(name, tokens, params, None, block_hasher=self.block_hasher)
+        self.worker.add(name, tokens)
         self.scheduler.add_request(request)
         return request
 
@@ -108,6 +126,8 @@ class Harness:
         # The worker's queue is in order: it sees a step's plan and blocks exactly
         # when it runs that step, however far the scheduler is ahead.
         self.worker.step(output)
+        self.check_rewritten(output)
+        self.check_cache()
         self.planned += plan_of(output).evictions.values()
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
@@ -163,20 +183,52 @@ class Harness:
         return self.scheduler.kv_manager.req_to_blocks[name]
 
     def check_invariants(self) -> None:
-        """No block twice, counts agree, and only the null prefix is null."""
-        held: list[int] = []
+        """Every block is free or held, who evicts shares none, only the null prefix
+        is null."""
+        held: Counter[int] = Counter()
+        alone: list[int] = []
         for name, blocks in self.scheduler.kv_manager.req_to_blocks.items():
             evicted = self.scheduler.evicted_blocks.get(name, 0)
             assert [block.is_null for block in blocks] == [
                 index < evicted for index in range(len(blocks))
             ], (name, evicted)
-            held += [block.block_id for block in blocks[evicted:]]
-        assert len(held) == len(set(held))
+            ids = [block.block_id for block in blocks[evicted:]]
+            assert len(ids) == len(set(ids))
+            held.update(ids)
+            if name in self.scheduler.retentions:
+                alone += ids
+        assert all(held[block] == 1 for block in alone)
         free = self.pool.free_block_queue.get_all_free_blocks()
         assert len(free) == self.pool.free_block_queue.num_free_blocks
         assert len(free) + len(held) == self.num_blocks - 1
         assert not {block.block_id for block in free} & set(held)
-        assert all(block.ref_cnt == 0 for block in free)
+        assert all(
+            block.ref_cnt == held[block.block_id]
+            for block in self.pool.blocks
+            if not block.is_null
+        )
+
+    def check_rewritten(self, output: Any) -> None:
+        """Nobody else holds what was rewritten, and nobody can hit it."""
+        for name, entry in plan_of(output).evictions.items():
+            freed = entry.counts.num_evict // BLOCK_SIZE
+            for index in entry.block_ids[freed:]:
+                block = self.pool.blocks[index]
+                assert block.ref_cnt == 1 and block.block_hash is None, (name, block)
+
+    def check_cache(self) -> None:
+        """Whoever hits a block finds in it what its tokens would give."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        for name, request in self.scheduler.requests.items():
+            for index, block_hash in enumerate(request.block_hashes):
+                if block_hash not in self.hashed:
+                    ends = index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE
+                    self.hashed[block_hash] = self.worker.clean(name, *ends)
+        for block in self.pool.blocks:
+            if block.block_hash is not None:
+                expected = self.hashed[get_block_hash(block.block_hash)]
+                assert self.worker.content_of(block.block_id) == expected
 
     def check_idle(self) -> None:
         self.check_invariants()
@@ -190,5 +242,7 @@ class Harness:
             scheduler.kv_manager.req_to_blocks,
             scheduler.accounting.requests,
             scheduler.accounting.reported,
+            scheduler.kv_manager.num_cached_block,
+            scheduler.kv_manager._exclusive,
         ):
             assert not table

@@ -9,6 +9,7 @@ A16, A32, A33, A35 of public reports on eviction.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,8 +49,10 @@ REQUESTS = st.tuples(
     st.one_of(st.integers(1, 200), st.sampled_from([1, 31, 32, 33, 65, 127])),
     st.one_of(st.integers(1, 120), st.sampled_from([1, 2, 200, 300])),
     st.sampled_from(BUDGETS),
+    st.sampled_from([1, 1, 1, 4]),
 )
-"""Length of the prompt, most tokens of the answer, settings."""
+"""Length of the prompt, most tokens of the answer, settings, and the token that the
+prompt repeats: most prompts begin alike."""
 
 
 class WatchedHarness(Harness):
@@ -65,7 +68,9 @@ class WatchedHarness(Harness):
         """Of a request that was admitted: the tokens to compute before it decodes."""
         self.null_blocks: dict[str, int] = {}
 
-    def add(self, name: str, prompt: int, new: int, **extra: Any) -> Any:
+    def add(
+        self, name: str, prompt: int | Sequence[int], new: int, **extra: Any
+    ) -> Any:
         request = super().add(name, prompt, new, **extra)
         self.asked[name] = request, extra
         self.aborted.discard(name)
@@ -119,6 +124,9 @@ class WatchedHarness(Harness):
         self.tally["steps"] += output.total_num_scheduled_tokens > 0
         self.tally["preemptions"] += len(preempted)
         self.tally["evictions"] += len(plan.evictions)
+        self.tally["taken as they are"] += sum(map(len, plan.hits.values()))
+        self.tally["copied for a hit"] += len(plan.hit_copies)
+        self.tally["copied for the cache"] += len(plan.cache_copies)
         return output
 
     def blocks_due(self, name: str, computed: int) -> int:
@@ -192,16 +200,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(6, 16),
+        caching=st.sampled_from([True, True, False]),
         chunk=st.sampled_from([32, 100, 256]),
         policy=st.sampled_from(["keyformer", "h2o", "streaming", "window"]),
         budget=st.sampled_from([0.3, 0.5, 0.9, 100]),
         base=st.sampled_from(["prompt", "sequence"]),
         min_tokens=st.sampled_from([1, 100]),
     )
-    def start(self, num_blocks, chunk, policy, budget, base, min_tokens):
+    def start(self, num_blocks, caching, chunk, policy, budget, base, min_tokens):
         self.harness = WatchedHarness(
             self.model,
             num_blocks,
+            caching=caching,
             policy=policy,
             budget=budget,
             budget_base=base,
@@ -222,11 +232,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(requests=st.lists(REQUESTS, min_size=2, max_size=6))
     def add(self, requests):
-        for prompt, new, extra in requests:
-            self.names += 1
-            prompt = min(prompt, self.longest - 1)
-            new = min(new, self.longest - prompt)
-            self.harness.add(f"r{self.names}", prompt, new, **extra)
+        for prompt, new, extra, token in requests:
+            self.add_tokens([token] * prompt, new, extra)
+
+    @rule(data=st.data(), more=st.integers(1, 60), new=st.integers(1, 60))
+    def continue_chat(self, data, more, new):
+        """The next turn: all tokens of an earlier one, and a question."""
+        if not self.harness.asked:
+            return
+        request, extra = data.draw(st.sampled_from(list(self.harness.asked.values())))
+        question = [data.draw(st.sampled_from([1, 5]))] * more
+        self.add_tokens([*request.all_token_ids, *question], new, extra)
+
+    def add_tokens(self, prompt: list[int], new: int, extra: Any) -> None:
+        self.names += 1
+        prompt = prompt[: self.longest - 1]
+        new = min(new, self.longest - len(prompt))
+        self.harness.add(f"r{self.names}", prompt, new, **extra)
 
     @rule(count=st.integers(1, 25))
     def step(self, count):
@@ -306,6 +328,8 @@ def test_any_order_of_events_keeps_every_block_accounted_for(
     assert total["steps"] >= NUM_STEPS
     assert total["preemptions"] >= 50, total
     assert total["evictions"] >= 100, total
+    for kind in ("taken as they are", "copied for a hit", "copied for the cache"):
+        assert total[kind] >= 50, total
     for ending in ("STOPPED", "LENGTH_CAPPED", "ABORTED"):
         assert total[f"FINISHED_{ending}"] >= 10, total
 
