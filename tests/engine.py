@@ -41,12 +41,18 @@ class Completion:
 
 @dataclass
 class Request:
-    """A request handed to :class:`Engine`; ``n`` completions, usually one."""
+    """A request handed to :class:`Engine`; ``n`` completions, usually one.
+
+    Args:
+        num_cached_tokens: tokens of its prompt that a prefix cache had; known once it
+            has generated a token.
+    """
 
     prompt: list[int]
     engine_id: str
     completions: list[Completion]
     finished: bool = False
+    num_cached_tokens: int | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -77,6 +83,8 @@ class Engine:
         num_blocks: blocks in the pool; None: what the cache space holds.
         eager: False compiles the model with torch.compile.
         forcing: whether requests may be made to generate given tokens.
+        caching: whether the prefix cache is on. Off unless asked for: what a request
+            keeps depends on the prompt queries that it computed itself.
         settings: further ``EngineArgs``.
     """
 
@@ -91,6 +99,7 @@ class Engine:
         dtype: str = "float32",
         eager: bool = True,
         forcing: bool = False,
+        caching: bool = False,
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -115,6 +124,7 @@ class Engine:
             block_size=block_size,
             num_gpu_blocks_override=num_blocks,
             enforce_eager=eager,
+            enable_prefix_caching=caching,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -202,6 +212,7 @@ class Engine:
         """One scheduler step; harmless when there is nothing to do."""
         for output in self._llm_engine.step():
             request = self._live[output.request_id]
+            request.num_cached_tokens = output.num_cached_tokens
             for delta in output.outputs:
                 completion = request.completions[delta.index]
                 completion.tokens.extend(delta.token_ids)

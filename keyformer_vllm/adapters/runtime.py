@@ -314,7 +314,7 @@ class WorkerRuntime:
         Args:
             block_ids: blocks of the pool; K, V and side data are mutated.
         """
-        blocks = torch.tensor(list(block_ids))
+        blocks = torch.tensor(list(block_ids), dtype=torch.int64)
         # K fills the first half of a head's part of a page in every layout.
         half = self.block_size // 2
         self.kv_pages[..., :half, :].index_fill_(1, blocks, POISON_KEY)

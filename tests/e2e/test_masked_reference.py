@@ -53,6 +53,7 @@ def largest_error(reference: torch.Tensor, request: Request) -> float:
 def check(engine: Engine, reference: HFReference, request: Request) -> None:
     lines = engine.trace_of(request)
     epochs = epochs_of(lines, len(request.prompt))
+    assert epochs[0].num_cached == request.num_cached_tokens
     masked = reference.masked_logprobs(request.prompt, request.tokens, epochs)
     assert largest_error(masked, request) < TOLERANCE
     evicts = any("kept" in line for line in lines)

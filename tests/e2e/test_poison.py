@@ -94,7 +94,6 @@ def test_what_vllm_itself_tolerates_in_a_recycled_block(start_engine, dtype):
         dtype=dtype,
         num_blocks=30,
         max_model_len=512,
-        enable_prefix_caching=False,
     )
     caches = engine.model_runner.kv_caches
     half = engine.block_size // 2
