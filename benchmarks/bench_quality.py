@@ -154,7 +154,6 @@ def open_arm(
         max_model_len=args.max_prompt_len + args.new_tokens,
         max_num_seqs=args.batch,
         kv_cache_memory_bytes=int(args.cache_gib * 2**30),
-        enable_prefix_caching=False,
         **more,
     )
 

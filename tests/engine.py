@@ -83,8 +83,8 @@ class Engine:
         num_blocks: blocks in the pool; None: what the cache space holds.
         eager: False compiles the model with torch.compile.
         forcing: whether requests may be made to generate given tokens.
-        caching: whether the prefix cache is on. Off unless asked for: what a request
-            keeps depends on the prompt queries that it computed itself.
+        caching: whether the prefix cache is on; None: vLLM's default. Off unless asked
+            for: what a request keeps depends on the prompt queries that it computed.
         settings: further ``EngineArgs``.
     """
 
@@ -99,7 +99,7 @@ class Engine:
         dtype: str = "float32",
         eager: bool = True,
         forcing: bool = False,
-        caching: bool = False,
+        caching: bool | None = False,
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,

@@ -4,7 +4,6 @@
 import argparse
 import dataclasses
 import json
-import logging
 import pickle
 import subprocess
 import sys
@@ -325,14 +324,14 @@ def test_no_policy_keeps_other_additional_config(model):
 
 
 def test_no_policy_allows_what_a_policy_refuses(model):
-    args = make_args(model, enable_prefix_caching=True, block_size=16)
-    assert args.create_engine_config().cache_config.enable_prefix_caching is True
+    args = make_args(model, block_size=16)
+    assert args.create_engine_config().cache_config.block_size == 16
 
 
 # --- a policy ---------------------------------------------------------------------
 
 
-def test_policy_changes_four_settings_and_nothing_else(model):
+def test_policy_changes_three_settings_and_nothing_else(model):
     stock = make_args(model).create_engine_config()
     ours = make_args(model, additional_config={"keyformer": {"policy": "keyformer"}})
     ours = ours.create_engine_config()
@@ -340,15 +339,13 @@ def test_policy_changes_four_settings_and_nothing_else(model):
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {
         "additional_config",
-        "cache_config",
         "parallel_config",
         "scheduler_config",
     }
     assert ours.scheduler_config.scheduler_cls == SCHEDULER
     assert ours.parallel_config.worker_cls == WORKERS["cpu"]
-    assert ours.cache_config.enable_prefix_caching is False
+    assert ours.cache_config.enable_prefix_caching is True
     for section, setting in (
-        ("cache_config", "enable_prefix_caching"),
         ("parallel_config", "worker_cls"),
         ("scheduler_config", "scheduler_cls"),
     ):
@@ -377,24 +374,12 @@ def test_creating_the_configuration_twice_is_harmless(model):
     assert settled(args.create_engine_config()) == first
 
 
-@pytest.mark.parametrize(("given", "warnings"), [(None, 1), (False, 0)])
-def test_prefix_caching_is_turned_off_with_one_warning(model, given, warnings):
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logger = logging.getLogger("vllm.keyformer_vllm.adapters.engine_args")
-    logger.addHandler(handler)
-    try:
-        make_args(
-            model,
-            enable_prefix_caching=given,
-            additional_config={"keyformer": {"policy": "h2o"}},
-        ).create_engine_config()
-    finally:
-        logger.removeHandler(handler)
-    messages = [record.getMessage() for record in records]
-    assert len(messages) == warnings
-    assert all("--kv-policy h2o turns prefix caching off" in text for text in messages)
+@pytest.mark.parametrize("given", [None, True, False])
+def test_prefix_caching_stays_as_vllm_has_it(model, given):
+    policy = {"keyformer": {"policy": "h2o"}}
+    args = make_args(model, enable_prefix_caching=given, additional_config=policy)
+    found = args.create_engine_config().cache_config.enable_prefix_caching
+    assert found is (given is not False)
 
 
 def test_bad_setting_raises_from_python(model):

@@ -31,7 +31,6 @@ LINE = re.compile(
 
 # Flags of vLLM, the rule that refuses them and the setting its line names.
 REFUSED_FLAGS = [
-    ("prefix caching", "--enable-prefix-caching", {"enable_prefix_caching": True}),
     (
         "speculative decoding",
         "--speculative-config",
@@ -96,7 +95,6 @@ REFUSED_OUTCOMES = [
     ),
     ("KV cache dtype", "cache_config.cache_dtype", "fp8"),
     ("KV cache dtype", "cache_config.cache_dtype", "float16"),
-    ("prefix caching", "cache_config.enable_prefix_caching", True),
     ("block size", "cache_config.block_size", 16),
     ("non-causal", "attention_config.use_non_causal", True),
     ("replaced class", "scheduler_config.scheduler_cls", "a.B"),
@@ -183,7 +181,7 @@ def test_model_that_only_resembles_a_refused_one_is_served(build, kind):
     assert names_of(VLLM_CONFIG_RULES, vllm_config) == []
     assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER
     assert vllm_config.parallel_config.worker_cls == WORKERS["cpu"]
-    assert vllm_config.cache_config.enable_prefix_caching is False
+    assert vllm_config.cache_config.enable_prefix_caching is True
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128, 96])
@@ -205,6 +203,7 @@ def test_window_that_is_switched_off_is_served(build, kind):
     "arguments",
     [
         {"enable_prefix_caching": False},
+        {"enable_prefix_caching": True},
         {"kv_cache_dtype": "bfloat16"},
         {"kv_events_config": {"enable_kv_cache_events": False}},
         {"enable_lora": True},
@@ -326,9 +325,9 @@ def test_platform_is_refused(build, monkeypatch, platform, setting):
 
 def test_every_violated_rule_has_its_line(build):
     with pytest.raises(KVPolicyError) as caught:
-        build(enable_dbo=True, enable_prefix_caching=True, block_size=16)
+        build(enable_dbo=True, spec_method="ngram", block_size=16)
     assert lines_of(caught) == [
-        "--enable-prefix-caching",
+        "--spec-method",
         "--enable-dbo",
         "--block-size 16",
     ]
@@ -340,7 +339,7 @@ def test_flags_are_refused_before_the_model_is_read(build, monkeypatch):
 
     monkeypatch.setattr(EngineArgs, "create_model_config", read)
     with pytest.raises(KVPolicyError):
-        build(enable_prefix_caching=True)
+        build(enable_dbo=True)
 
 
 def test_every_rule_is_tested_here():

@@ -18,7 +18,7 @@ LENGTHS = (33, 97, 200, 320)
 
 
 def open_stock_engine(model: Path | str) -> Engine:
-    return Engine(model, None, num_blocks=100, max_model_len=1024)
+    return Engine(model, None, num_blocks=100, max_model_len=1024, caching=None)
 
 
 def describe(engine: Engine) -> dict[str, Any]:

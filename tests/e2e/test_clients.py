@@ -24,7 +24,10 @@ FLAGS = (
     *("--dtype", "float32", "--seed", "0", "--enforce-eager", "--block-size", "32"),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", "200"),
     *("--served-model-name", "tiny", "--kv-policy", "keyformer", "--kv-budget", "0.5"),
-    *("--kv-min-tokens", "16"),
+    # The last queries are computed whatever the prefix cache has: what is asked again
+    # is answered as before, though most of it is a hit.
+    *("--kv-min-tokens", "16", "--kv-score-queries", "last:32"),
+    "--enable-prompt-tokens-details",
 )
 PRINTABLE = {"allowed_token_ids": list(range(94))}
 """Only printable ASCII: a random model would otherwise write broken UTF-8."""
@@ -70,9 +73,8 @@ def ask(client, **settings):
     extra = PRINTABLE | settings.pop("extra_body", {})
     return client.chat.completions.create(
         model="tiny",
-        messages=QUESTION,
         extra_body=extra,
-        **{"max_tokens": 40, "temperature": 0, **settings},
+        **{"messages": QUESTION, "max_tokens": 40, "temperature": 0, **settings},
     )
 
 
@@ -101,6 +103,27 @@ def test_openai_chat_streams_what_it_would_answer_at_once(client, trace):
     assert len(pieces) > 10
     assert chunks[-1].usage == whole.usage
     assert evicted_blocks(trace, chunks[0].id) == evicted_blocks(trace, whole.id) > 0
+
+
+def test_the_second_turn_of_a_chat_hits_the_first(client, server, trace):
+    """Though that one evicted half of it before it answered."""
+    first = ask(client, messages=[{"role": "user", "content": "z" * 400}])
+    assert first.usage.prompt_tokens_details.cached_tokens in (None, 0)
+    assert evicted_blocks(trace, first.id) > 4
+    answer = first.choices[0].message.content
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    second = ask(
+        client,
+        messages=[
+            {"role": "user", "content": "z" * 400},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And then?"},
+        ],
+    )
+    hit = second.usage.prompt_tokens_details.cached_tokens
+    assert hit == first.usage.prompt_tokens // 32 * 32
+    assert server.metric("vllm:prefix_cache_hits_total") - hits == hit
+    assert evicted_blocks(trace, second.id) > 4
 
 
 def test_openai_chat_with_two_answers_and_logprobs(client, trace):

@@ -41,22 +41,19 @@ def with_policy(*words):
 
 CASES = [
     Case(
-        "prefix caching",
-        ("--kv-policy keyformer", "--enable-prefix-caching"),
-        with_policy("--enable-prefix-caching"),
+        "microbatches",
+        ("--kv-policy keyformer", "--enable-dbo"),
+        with_policy("--enable-dbo"),
     ),
     Case(
         "flags before the model's own",
-        ("--kv-policy h2o", "--enable-prefix-caching"),
-        ("--enable-prefix-caching", "--kv_policy=h2o", "--kv_budget=512"),
+        ("--kv-policy h2o", "--enable-dbo"),
+        ("--enable-dbo", "--kv_policy=h2o", "--kv_budget=512"),
     ),
     Case(
         "additional config",
-        ("--kv-policy window", "--enable-prefix-caching"),
-        (
-            "--additional-config.keyformer.policy=window",
-            "--enable-prefix-caching",
-        ),
+        ("--kv-policy window", "--enable-dbo"),
+        ("--additional-config.keyformer.policy=window", "--enable-dbo"),
     ),
     Case(
         "speculative decoding",
@@ -185,7 +182,7 @@ CASES = [
     ),
 ]
 
-FRESH = ("prefix caching", "sliding window", "VLLM_USE_RUST_FRONTEND")
+FRESH = ("microbatches", "sliding window", "VLLM_USE_RUST_FRONTEND")
 
 
 @pytest.fixture(scope="module")
