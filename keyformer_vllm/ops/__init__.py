@@ -2,10 +2,10 @@
 """The operators over the paged cache, each with an explicit implementation.
 
 `impl="reference"` is plain PyTorch, `impl="cpu"` the C++ extension, `impl="cuda"` the
-CUDA one, and `impl="triton"` has some of its operators in Triton. Nothing chooses or
-falls back on its own. On a GPU only shapes, dtypes and strides are checked, because
-reading a value would wait for the device; where a kernel finds a broken promise, it
-stops the device.
+CUDA one, and `impl="triton"` has all but `paged_attention_scored` in Triton. Nothing
+chooses or falls back on its own. On a GPU only shapes, dtypes and strides are checked,
+because reading a value would wait for the device; where a kernel finds a broken
+promise, it stops the device.
 
 Block tables and lengths are physical: the blocks freed so far are already shifted out,
 and a `slot` of a request counts from its first block held.
@@ -246,7 +246,7 @@ def renumber_slots(
         position: int32, shape of `place`.
         block_table: [num_reqs, max_blocks] int32, after the eviction.
         kv_lens: [num_reqs] int32, after the eviction.
-        impl: "reference", "cpu" or "cuda".
+        impl: one of `IMPLS`.
 
     Raises:
         ValueError: naming the argument and its value; also for a position that is

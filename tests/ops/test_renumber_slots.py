@@ -57,13 +57,13 @@ def test_far_positions(any_impl):
 
 
 @pytest.mark.parametrize("wrong", [[4, 1, 4], [4, -1, 2]], ids=["twice", "negative"])
-def test_positions_that_no_request_can_hold_are_refused(wrong, any_impl):
+def test_positions_that_no_request_can_hold_are_refused(wrong, raising_impl):
     """Catches places made from another request's slots, or from recycled ones."""
     batch = make_batch(BatchSpec(lens=((40, 0), (3, 0))))
     position = torch.tensor([[5, 1, 2], wrong])
     batch.set_side(batch.position, 1, position[None])
     with pytest.raises(ValueError, match=r"^position: .* \(request 1, value 3\)"):
-        run(batch, any_impl)
+        run(batch, raising_impl)
 
 
 @pytest.mark.parametrize(

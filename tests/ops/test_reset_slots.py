@@ -8,8 +8,6 @@ from tests.helpers import BatchSpec, make_batch
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 40, 2500])
 def test_only_written_slots_change(num_tokens, any_impl, num_threads):
-    if any_impl == "triton":
-        pytest.skip("there is no reset_slots in Triton")
     spec = BatchSpec(
         num_kv_heads=3, num_query_heads=3, lens=((3000, 0),), head_size=32, num_layers=2
     )

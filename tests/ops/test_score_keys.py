@@ -82,8 +82,6 @@ def run(
         "query_positions": batch.query_positions,
     }
     tensors.update(overrides)
-    if "place" in tensors and impl == "triton":
-        pytest.skip("in Triton the bias goes by position only")
     ops.score_keys(
         kv_cache=batch.kv_cache[0],
         score=batch.score[0],

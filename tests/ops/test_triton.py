@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCORE_CASES = (
     "noise_equals or accumulate or nan_in or a_sink or bias or without_scored"
     " or query_rows or (match_fp64 and d80-b16 and (plain or noise-tau-cap))"
-    " or (match_fp64 and d128-b16 and noise-tau-cap)"
+    " or (match_fp64 and d128-b16 and noise-tau-cap) or places_change"
 )
 
 
@@ -30,6 +30,8 @@ SCORE_CASES = (
     [
         ("test_compact_kv.py", "triton and not 4threads", 14),
         ("test_select_keep.py", "triton and not 4threads", 14),
+        ("test_reset_slots.py", "triton and not 4threads", 4),
+        ("test_renumber_slots.py", "triton and not 4threads", 3),
         ("test_score_keys.py", f"triton and not 4threads and ({SCORE_CASES})", 13),
     ],
 )

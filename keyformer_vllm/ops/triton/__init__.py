@@ -10,5 +10,13 @@ from keyformer_vllm.ops.triton.compact_kv import compact_kv
 from keyformer_vllm.ops.triton.noise import draw_noise
 from keyformer_vllm.ops.triton.score_keys import score_keys
 from keyformer_vllm.ops.triton.select_keep import select_keep
+from keyformer_vllm.ops.triton.slots import renumber_slots, reset_slots
 
-__all__ = ["compact_kv", "draw_noise", "score_keys", "select_keep"]
+__all__ = [
+    "compact_kv",
+    "draw_noise",
+    "renumber_slots",
+    "reset_slots",
+    "score_keys",
+    "select_keep",
+]

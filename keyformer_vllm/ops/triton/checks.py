@@ -13,6 +13,8 @@ from keyformer_vllm.ops.layout import row_layout_number
 # device_assert counts, as the device's stop; wrapping integers are meant.
 CHECKED: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
 
+_SIDE_DTYPE = {"score": torch.float32, "position": torch.int32, "place": torch.int32}
+
 
 def check_rows(kv_cache: torch.Tensor, layout: str) -> None:
     """Refuse a cache whose tokens are not rows.
@@ -28,18 +30,19 @@ def check_rows(kv_cache: torch.Tensor, layout: str) -> None:
         )
 
 
-def check_side(
-    score: torch.Tensor, position: torch.Tensor, size: Sequence[int]
-) -> None:
+def check_side(size: Sequence[int], **sides: torch.Tensor | None) -> None:
     """Refuse side data that do not belong to the cache.
+
+    Args:
+        sides: score, position and place, as far as they are given.
 
     Raises:
         ValueError: naming the argument and its value.
     """
-    for name, tensor, dtype in (
-        ("score", score, torch.float32),
-        ("position", position, torch.int32),
-    ):
+    for name, tensor in sides.items():
+        dtype = _SIDE_DTYPE[name]
+        if tensor is None:
+            continue
         if tensor.dtype != dtype or tuple(tensor.shape) != tuple(size):
             raise ValueError(
                 f"{name}: must be {dtype} of shape {tuple(size)}, got "

@@ -30,7 +30,7 @@ def compact_kv(
     layout: str,
 ) -> None:
     check_rows(kv_cache, layout)
-    check_side(score, position, kv_cache.shape[:-1])
+    check_side(kv_cache.shape[:-1], score=score, position=position)
     num_layers, num_reqs, num_kv_heads, max_kv_len = keep.shape
     if keep.dtype != torch.bool or not keep.is_contiguous():
         raise ValueError(f"keep: must be contiguous bool, got {keep.dtype}")

@@ -43,10 +43,9 @@ def score_keys(
     soft_cap: float,
     layout: str,
 ) -> None:
-    if place is not None:
-        raise ValueError("place: on a GPU the bias goes by position only")
     check_rows(kv_cache, layout)
-    check_side(score, position, kv_cache.shape[:-1])
+    check_side(kv_cache.shape[:-1], score=score, position=position, place=place)
+    biased = position if place is None else place
     _, num_kv_heads, block_size, width = kv_cache.shape
     num_tokens, num_query_heads, head_size = query.shape
     if query.dtype != kv_cache.dtype or head_size * 2 != width or query.stride(2) != 1:
@@ -84,6 +83,7 @@ def score_keys(
         query,
         kv_cache,
         position,
+        biased,
         block_table,
         kv_lens,
         query_start_loc,
@@ -99,6 +99,7 @@ def score_keys(
         *query.stride()[:2],
         *kv_cache.stride()[:3],
         *position.stride()[:2],
+        *biased.stride()[:2],
         block_table.stride(0),
         num_reqs,
         layer_index,
@@ -117,6 +118,7 @@ def score_keys(
         "BLOCK_SIZE": block_size,
         "PADDED_REQS": triton.next_power_of_2(num_reqs),
         "HAS_ALIBI": alibi_slopes is not None,
+        "HAS_PLACES": place is not None,
         "HAS_SINKS": sinks is not None,
         "HAS_SOFT_CAP": soft_cap > 0,
     }
@@ -144,6 +146,7 @@ def _sum_rows_kernel(
     query_ptr,  # [num_tokens, NUM_QUERY_HEADS, HEAD_SIZE]
     kv_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE]
     position_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE] int32
+    place_ptr,  # the same; the positions where there are no places
     block_table_ptr,  # [num_reqs, max_blocks] int32
     kv_lens_ptr,  # [num_reqs] int32
     query_start_loc_ptr,  # [num_reqs + 1] int32
@@ -163,6 +166,8 @@ def _sum_rows_kernel(
     kv_token_stride,
     position_block_stride,
     position_head_stride,
+    place_block_stride,
+    place_head_stride,
     block_table_stride,
     num_reqs,
     layer_index,
@@ -179,6 +184,7 @@ def _sum_rows_kernel(
     BLOCK_SIZE: tl.constexpr,
     PADDED_REQS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
@@ -194,6 +200,7 @@ def _sum_rows_kernel(
     block_table_ptr += request.to(tl.int64) * block_table_stride
     kv_cache_ptr += head * kv_head_stride
     position_ptr += head * position_head_stride
+    place_ptr += head * place_head_stride
 
     vector = tl.arange(0, VECTORS)
     row = first + (tile - tl.load(tiles_ptr + request)) * ROWS + vector // GROUP
@@ -219,24 +226,29 @@ def _sum_rows_kernel(
     num_keys = tl.max(visible, 0)
     for start in range(0, num_keys, KEYS):
         slot = start + tl.arange(0, KEYS)
-        key, key_position = load_keys(
+        key, key_position, key_place = load_keys(
             kv_cache_ptr,
             position_ptr,
+            place_ptr,
             block_table_ptr,
             slot,
             slot < num_keys,
             kv_block_stride,
             kv_token_stride,
             position_block_stride,
+            place_block_stride,
             HEAD_SIZE,
             PADDED_HEAD_SIZE,
             BLOCK_SIZE,
+            HAS_ALIBI,
         )
         logits = noisy_logits(
             query,
             key,
             key_position,
+            key_place,
             query_position,
+            visible - 1 if HAS_PLACES else query_position,
             query_head,
             tau,
             noise_key,
@@ -276,6 +288,7 @@ def _sum_columns_kernel(
     query_ptr,  # from here on as in _sum_rows_kernel
     kv_cache_ptr,
     position_ptr,
+    place_ptr,
     block_table_ptr,
     kv_lens_ptr,
     query_start_loc_ptr,
@@ -295,6 +308,8 @@ def _sum_columns_kernel(
     kv_token_stride,
     position_block_stride,
     position_head_stride,
+    place_block_stride,
+    place_head_stride,
     block_table_stride,
     num_reqs,
     layer_index,
@@ -311,6 +326,7 @@ def _sum_columns_kernel(
     BLOCK_SIZE: tl.constexpr,
     PADDED_REQS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
@@ -326,24 +342,28 @@ def _sum_columns_kernel(
     block_table_ptr += request.to(tl.int64) * block_table_stride
     kv_cache_ptr += head * kv_head_stride
     position_ptr += head * position_head_stride
+    place_ptr += head * place_head_stride
     score_ptr += head * score_head_stride
 
     num_keys = hidden + tl.load(tokens_ptr + end - 1) + 1
     key_start = (tile - tl.load(tiles_ptr + request)) * KEYS
     slot = key_start + tl.arange(0, KEYS)
     exists = slot < num_keys
-    key, key_position = load_keys(
+    key, key_position, key_place = load_keys(
         kv_cache_ptr,
         position_ptr,
+        place_ptr,
         block_table_ptr,
         slot,
         exists,
         kv_block_stride,
         kv_token_stride,
         position_block_stride,
+        place_block_stride,
         HEAD_SIZE,
         PADDED_HEAD_SIZE,
         BLOCK_SIZE,
+        HAS_ALIBI,
     )
     block, offset = slot_place(block_table_ptr, slot, exists, BLOCK_SIZE)
     score_at = score_ptr + block * score_block_stride + offset
@@ -374,7 +394,9 @@ def _sum_columns_kernel(
                 query,
                 key,
                 key_position,
+                key_place,
                 query_position,
+                visible - 1 if HAS_PLACES else query_position,
                 query_head,
                 tau,
                 noise_key,

@@ -20,25 +20,35 @@ def request_of_tile(tiles_ptr, num_reqs, tile, PADDED_REQS: tl.constexpr):
 def load_keys(
     kv_cache_ptr,
     position_ptr,
+    place_ptr,
     block_table_ptr,  # of the request
     slot,
     exists,
     kv_block_stride,
     kv_token_stride,
     position_block_stride,
+    place_block_stride,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
 ):
-    """Keys [PADDED_HEAD_SIZE, KEYS] of a KV head, zeros where none is; positions."""
+    """Keys [PADDED_HEAD_SIZE, KEYS] of a KV head, zeros where none is.
+
+    And what noise and bias are functions of.
+    """
     block, token = slot_place(block_table_ptr, slot, exists, BLOCK_SIZE)
     row = block * kv_block_stride + token.to(tl.int64) * kv_token_stride
     d = tl.arange(0, PADDED_HEAD_SIZE)
     mask = exists[None, :] & (d < HEAD_SIZE)[:, None]
     key = tl.load(kv_cache_ptr + row[None, :] + d[:, None], mask=mask, other=0.0)
-    place = block * position_block_stride + token
-    position = tl.load(position_ptr + place, mask=exists, other=0)
-    return key, position
+    at = block * position_block_stride + token
+    position = tl.load(position_ptr + at, mask=exists, other=0)
+    place = position
+    if HAS_ALIBI:
+        at = block * place_block_stride + token
+        place = tl.load(place_ptr + at, mask=exists, other=0)
+    return key, position, place
 
 
 @triton.jit
@@ -46,7 +56,9 @@ def noisy_logits(
     query,  # [VECTORS, PADDED_HEAD_SIZE]
     key,  # [PADDED_HEAD_SIZE, KEYS]
     key_position,  # [KEYS]
+    key_place,  # [KEYS] what the bias is a function of
     query_position,  # [VECTORS] int64
+    query_place,  # [VECTORS]
     query_head,  # [VECTORS]
     tau,  # [VECTORS]
     noise_key,
@@ -65,7 +77,7 @@ def noisy_logits(
         x = tl.where(x < 0, -magnitude, magnitude)
     if HAS_ALIBI:
         slope = tl.load(alibi_slopes_ptr + query_head)
-        distance = key_position[None, :] - query_position.to(tl.int32)[:, None]
+        distance = key_place[None, :] - query_place.to(tl.int32)[:, None]
         x = x + slope[:, None] * distance.to(tl.float32)
     if noise_key != 0:
         zero = tl.zeros([1], dtype=tl.int64)

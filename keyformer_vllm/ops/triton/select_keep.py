@@ -33,7 +33,7 @@ def select_keep(
     first_layer: int,
     first_kv_head: int,
 ) -> torch.Tensor:
-    check_side(score, position, score.shape)
+    check_side(score.shape, score=score, position=position)
     num_layers, _, num_kv_heads, block_size = score.shape
     num_reqs = len(kv_lens)
     size = (num_layers, num_reqs, num_kv_heads, max_kv_len)
