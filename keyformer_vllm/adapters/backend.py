@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -16,33 +14,9 @@ from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
 from keyformer_vllm.adapters.score_batch import ScoreBatch
+from keyformer_vllm.adapters.scoring_impl import ScoringImpl
 from keyformer_vllm.config import KeyformerConfig
-from keyformer_vllm.metrics import StepCounts
-
-
-@dataclass
-class LayerSide:
-    """Side data of one layer and what its scores need to know.
-
-    Args:
-        layer_index: index of the layer in the whole model, for the noise.
-        first_query_head: index of this rank's first query head in the model.
-        score: float32 ``[num_blocks, num_kv_heads, block_size]``.
-        position: int32, same shape.
-        place: int32, same shape; None: the bias, if any, goes by position.
-        layout: packing of K and V inside a block.
-        ring: the layer's waiting queries (``QueryRing.layer``); None: none wait.
-        counts: the worker's, for the time that scoring takes.
-    """
-
-    layer_index: int
-    first_query_head: int
-    score: torch.Tensor
-    position: torch.Tensor
-    place: torch.Tensor | None
-    layout: str
-    ring: torch.Tensor | None
-    counts: StepCounts
+from keyformer_vllm.ops.layout import LAYOUTS, page_bytes, probe_layout
 
 
 class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
@@ -64,6 +38,32 @@ class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
     def customize_spec(cls, spec: Any) -> Any:
         return KeyformerSpec.from_full_attention(spec)
 
+    @staticmethod
+    def check_pages(
+        vllm_config: Any, layers: list[Any], kv_pages: torch.Tensor, has_places: bool
+    ) -> str:
+        """Packing of K and V inside the pages, tried out.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            layers: the loaded model's attention layers.
+            kv_pages: their caches, ``[layers, blocks, kv_heads, block_size, 2 *
+                head_size]``.
+            has_places: whether slots also carry a place.
+
+        Raises:
+            RuntimeError: when the cache is not laid out as expected.
+        """
+        layout = _layout_of(layers)
+        planned = compat.cpu_cache_layout(vllm_config)
+        if layout != planned:
+            raise RuntimeError(
+                f"vLLM packed its cache as {layout!r}, not as the {planned!r} that was "
+                "planned with"
+            )
+        _probe(kv_pages, layout, has_places)
+        return layout
+
 
 class CompactPositionsCPUBackend(KeyformerCPUBackend):
     """The same with room for places in the pages."""
@@ -80,24 +80,20 @@ def backend_for(config: KeyformerConfig) -> type[KeyformerCPUBackend]:
     )
 
 
-class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
+class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ignore[misc]
     """Attends with vLLM's kernel, then scores its queries or lets them wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "a sliding window": self.sliding_window != -1,
-            "attention sinks": self.sinks is not None,
-            "a quantised KV cache": self.is_fp8_kv_cache,
-            f"{self.attn_type} attention": self.attn_type != "decoder",
-            "KV sharing": self.kv_sharing_target_layer_name is not None,
-        }
-        for what, present in unsupported.items():
-            if present:
-                raise RuntimeError(
-                    f"a KV policy cannot serve this model: a layer uses {what}"
-                )
-        self.side: LayerSide | None = None
+        self.refuse_unsupported(
+            {
+                "a sliding window": self.sliding_window != -1,
+                "attention sinks": self.sinks is not None,
+                "a quantised KV cache": self.is_fp8_kv_cache,
+                f"{self.attn_type} attention": self.attn_type != "decoder",
+                "KV sharing": self.kv_sharing_target_layer_name is not None,
+            }
+        )
 
     def forward(
         self,
@@ -129,26 +125,9 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             )
         if attn_metadata is None:  # warming up
             return output
-        query = query[: attn_metadata.num_step_tokens]
-        if attn_metadata.ring_write is not None:
-            assert self.side is not None and self.side.ring is not None
-            attn_metadata.ring_write.store(query, self.side.ring)
-        if attn_metadata.scoring is not None:
-            self.add_scores(query, kv_cache, attn_metadata.scoring)
+        num_tokens = attn_metadata.num_step_tokens
+        self.after_attention(query[:num_tokens], kv_cache, attn_metadata)
         return output
-
-    def _score_settings(self, side: LayerSide) -> dict[str, Any]:
-        """What the scoring operators need to know of this layer in every step."""
-        return {
-            "alibi_slopes": self.alibi_slopes,
-            "place": side.place,
-            "layer_index": side.layer_index,
-            "first_query_head": side.first_query_head,
-            "scale": self.scale,
-            "soft_cap": self.logits_soft_cap,
-            "layout": side.layout,
-            "impl": "cpu",
-        }
 
     def _attend_apart(
         self,
@@ -201,31 +180,8 @@ class KeyformerCPUImpl(compat.CPUAttentionBackendImpl):  # type: ignore[misc]
             side.score,
             side.position,
             *batch.arguments(),
-            **self._score_settings(side),
+            **self.score_settings(side),
         )
-
-    def add_scores(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ScoreBatch
-    ) -> None:
-        """Add the scores of queries to the keys they see, in this layer.
-
-        Args:
-            query: ``[num_tokens, num_query_heads, head_size]``, after RoPE.
-            kv_cache: the layer's cache, with the keys of the queries in it.
-            batch: whose queries these are.
-        """
-        side = self.side
-        assert side is not None, "side data was not bound to this layer"
-        started = perf_counter_ns()
-        ops.score_keys(
-            query,
-            kv_cache,
-            side.score,
-            side.position,
-            *batch.arguments(),
-            **self._score_settings(side),
-        )
-        side.counts.add("scoring_seconds", perf_counter_ns() - started)
 
 
 @contextmanager
@@ -248,3 +204,45 @@ def cpu_backend_override(config: KeyformerConfig) -> Iterator[None]:
         else:
             overrides[entry] = before
         compat.cached_attn_backend.cache_clear()
+
+
+def _layout_of(layers: list[Any]) -> str:
+    layouts = {layer.isa for layer in layers}
+    if len(layouts) != 1 or not layouts <= set(LAYOUTS):
+        raise RuntimeError(
+            f"a KV policy knows the CPU cache layouts {', '.join(LAYOUTS)}; "
+            f"vLLM chose {', '.join(sorted(layouts))}"
+        )
+    layout: str = layouts.pop()
+    return layout
+
+
+def _probe(kv_pages: torch.Tensor, layout: str, has_places: bool) -> None:
+    """Write tokens with vLLM's own op and read them back through our views."""
+    _, _, num_kv_heads, block_size, width = kv_pages.shape
+    head_size = width // 2
+    element_size = kv_pages.element_size()
+    page = page_bytes(num_kv_heads, block_size, head_size, element_size, has_places)
+    found = kv_pages.stride(1) * element_size
+    if found != page:
+        raise RuntimeError(
+            f"KV pages are {found} bytes apart, side data was planned for {page}"
+        )
+
+    def write(
+        key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        pages = cache.view((cache.shape[0], num_kv_heads, 2 * block_size, head_size))
+        key_cache, value_cache = pages.chunk(2, dim=2)
+        compat.cpu_ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, layout
+        )
+
+    probe_layout(
+        write,
+        layout=layout,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=head_size,
+        dtype=kv_pages.dtype,
+    )

@@ -65,6 +65,7 @@ _NAMES = {
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadataBuilder",
     ),
+    "async_tensor_h2d": ("vllm.utils.torch_utils", "async_tensor_h2d"),
     "EMPTY_MODEL_RUNNER_OUTPUT": ("vllm.v1.outputs", "EMPTY_MODEL_RUNNER_OUTPUT"),
     "cpu_attention_isa": ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"),
     "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
@@ -105,10 +106,25 @@ def kv_cache_managers(scheduler: Any) -> list[Any]:
     return list(scheduler.kv_cache_manager.coordinator.single_type_managers)
 
 
-def batch_request_ids(model_runner: Any) -> list[str]:
-    """Request ids of the model runner's current batch, in row order."""
-    ids: list[str] = model_runner.input_batch.req_ids
-    return ids
+def batch_request_ids(model_runner: Any, common: Any) -> list[str]:
+    """Request ids of the model runner's current batch, in row order.
+
+    Args:
+        model_runner: vLLM's, V1 or V2; V2 keeps no batch between steps.
+        common: the batch's ``CommonAttentionMetadata``; only V2's has ``req_idx``.
+    """
+    if common.req_idx is None:
+        ids: list[str] = model_runner.input_batch.req_ids
+        return ids
+    by_index = model_runner.req_states.index_to_req_id
+    return [by_index[index] for index in common.req_idx.tolist()]
+
+
+def to_device(array: Any, device: Any) -> Any:
+    """A numpy array as a tensor on a device; the host waits for nothing."""
+    if device.type == "cpu":
+        return importlib.import_module("torch").from_numpy(array)
+    return __getattr__("async_tensor_h2d")(array, device)
 
 
 def metadata_builders(model_runner: Any) -> list[Any]:

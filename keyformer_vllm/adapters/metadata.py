@@ -16,8 +16,9 @@ import torch
 
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.own_attention import OwnAttention, without_requests
-from keyformer_vllm.adapters.query_ring import QueryRing, RingWrite
+from keyformer_vllm.adapters.query_ring import RingWrite
 from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
+from keyformer_vllm.adapters.step_scoring import batch_to_score, flush_ring
 
 if TYPE_CHECKING:
     from keyformer_vllm.adapters.runtime import WorkerRuntime
@@ -69,8 +70,8 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             base = super().build(common_prefix_len, common_attn_metadata, fast_build)
             return KeyformerCPUMetadata(**vars(base))
         table = runtime.table
-        request_ids = runtime.batch_request_ids()
         common = common_attn_metadata
+        request_ids = runtime.batch_request_ids(common)
         assert len(request_ids) == common.num_reqs, (
             len(request_ids),
             common.num_reqs,
@@ -128,57 +129,21 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
     ) -> None:
         """Say which of the step's queries score beside attention, and which wait."""
         num_tokens = common.num_actual_tokens
-        positions = common.positions[:num_tokens]
-        table = runtime.table
-        scores = table.column("scores")[rows]
+        positions = common.positions[:num_tokens].numpy()
+        scores = runtime.table.column("scores")[rows]
         # Requests whose queries score elsewhere: in our own attention kernel, or later.
         elsewhere = own & (runtime.score_mode == "fused")
         if runtime.ring is not None:
             elsewhere = scores & (lengths == 1)
-            self._flush_ring(common, runtime, runtime.ring, rows, lengths)
+            kv_lens = common.seq_lens.numpy()
+            flush_ring(runtime, rows, lengths, common.block_table_tensor, kv_lens)
             if elsewhere.any():
                 tokens = common.query_start_loc_cpu.numpy()[:-1][elsewhere]
                 metadata.ring_write = runtime.ring.append(
-                    rows[elsewhere], tokens, positions.numpy()[tokens], num_tokens
+                    rows[elsewhere], tokens, positions[tokens], num_tokens
                 )
-        if not (scores & ~elsewhere).any():
-            return
-        token_rows = np.repeat(rows, lengths)
-        tau = query_temperatures(runtime.config, table, token_rows, positions)
-        tau.masked_fill_(torch.from_numpy(np.repeat(elsewhere, lengths)), 0.0)
-        if not (tau > 0).any():
-            return
-        metadata.scoring = ScoreBatch(
-            block_table=common.block_table_tensor,
-            kv_lens=common.seq_lens,
-            query_start_loc=common.query_start_loc,
-            positions=positions,
-            tau=tau,
-            noise_keys=torch.from_numpy(table.column("noise_key")[rows]),
-        )
-
-    def _flush_ring(
-        self,
-        common: Any,
-        runtime: WorkerRuntime,
-        ring: QueryRing,
-        rows: np.ndarray[Any, Any],
-        lengths: np.ndarray[Any, Any],
-    ) -> None:
-        """Score what can wait no longer, before the queries of this step.
-
-        That is a full row of the ring, and a row whose request computes several
-        tokens now: rows of a request are scored in the order of their positions.
-        """
-        waiting = runtime.table.column("num_waiting")[rows]
-        due = (waiting == ring.depth) | ((waiting > 0) & (lengths > 1))
-        if not due.any():
-            return
-        before = common.seq_lens.numpy()[due] - lengths[due]
-        runtime.score_waiting(
-            rows[due],
-            common.block_table_tensor[torch.from_numpy(due)],
-            torch.from_numpy(before),
+        metadata.scoring = batch_to_score(
+            runtime, common, rows, lengths, positions, elsewhere
         )
 
 

@@ -133,9 +133,15 @@ class QueryRing:
     Args:
         shape: fixes the memory, which is allocated here and never again.
         table: the worker's record of requests.
+        device: where the queries wait.
     """
 
-    def __init__(self, shape: RingShape, table: RequestTable) -> None:
+    def __init__(
+        self,
+        shape: RingShape,
+        table: RequestTable,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.depth = shape.depth
         self._table = table
         self._free = list(range(shape.num_rows))
@@ -148,6 +154,7 @@ class QueryRing:
                 shape.head_size,
             ),
             dtype=shape.dtype,
+            device=device,
         )
         self._source = torch.empty(shape.num_rows, dtype=torch.int64)
         self._destination = torch.empty(shape.num_rows, dtype=torch.int64)
@@ -202,7 +209,7 @@ class QueryRing:
 
     def drain(
         self, rows: np.ndarray[Any, Any]
-    ) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Hand out what waits, oldest first, and give the rows of the ring back.
 
         Args:
@@ -217,7 +224,7 @@ class QueryRing:
         before = np.cumsum(counts) - counts
         places = np.repeat(firsts - before, counts) + np.arange(counts.sum())
         self.release(rows)
-        return torch.from_numpy(places), counts
+        return places, counts
 
     def release(self, rows: np.ndarray[Any, Any]) -> None:
         """Drop what waits for requests that finish or are preempted.

@@ -12,22 +12,16 @@ import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.adapters.backend import LayerSide, backend_for
 from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.request_table import RequestTable
 from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
+from keyformer_vllm.adapters.scoring_impl import LayerSide
 from keyformer_vllm.adapters.trace import TraceWriter
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.metrics import StepCounts
-from keyformer_vllm.ops.layout import (
-    LAYOUTS,
-    page_bytes,
-    place_view,
-    probe_layout,
-    side_views,
-)
+from keyformer_vllm.ops.layout import key_and_value, place_view, side_views
 
 POISON_KEY, POISON_VALUE, POISON_PLACE = float("nan"), 1e4, 2**30
 """What freed blocks hold under ``poison_freed``. V stays finite: a freed block soon
@@ -44,15 +38,25 @@ class WorkerRuntime:
         vllm_config: vLLM's configuration, model already loaded.
         model_runner: the worker's model runner, KV cache already bound.
         rank: the worker's rank, for the trace file's name.
+        backend: the attention backend that every layer must be on.
+        impl: implementation of the operators (``ops.IMPLS``).
 
     Raises:
         RuntimeError: when the KV cache is not laid out as expected.
     """
 
     def __init__(
-        self, config: KeyformerConfig, vllm_config: Any, model_runner: Any, rank: int
+        self,
+        config: KeyformerConfig,
+        vllm_config: Any,
+        model_runner: Any,
+        rank: int,
+        *,
+        backend: Any,
+        impl: str,
     ) -> None:
         self.config = config
+        self.impl = impl
         self.table = RequestTable()
         self.in_step = False
         self.counts = StepCounts()
@@ -61,7 +65,7 @@ class WorkerRuntime:
         foreign = [
             name
             for name, layer in layers.items()
-            if layer.get_attn_backend() is not backend_for(config)
+            if layer.get_attn_backend() is not backend
         ]
         if foreign or not layers:
             raise RuntimeError(
@@ -74,13 +78,9 @@ class WorkerRuntime:
         self.place: torch.Tensor | None = None
         if config.compact_positions:
             self.place = place_view(self.kv_pages)
-        self.layout = _layout_of(list(layers.values()))
-        if self.layout != compat.cpu_cache_layout(vllm_config):
-            raise RuntimeError(
-                f"vLLM packed its cache as {self.layout!r}, not as the "
-                f"{compat.cpu_cache_layout(vllm_config)!r} that was planned with"
-            )
-        _probe(self.kv_pages, self.layout, config.compact_positions)
+        self.layout = backend.check_pages(
+            vllm_config, list(layers.values()), self.kv_pages, config.compact_positions
+        )
         first_impl = next(iter(layers.values())).impl
         tp_rank = compat.get_tensor_model_parallel_rank()
         first_query_head = tp_rank * first_impl.num_heads
@@ -98,7 +98,7 @@ class WorkerRuntime:
         self.ring: QueryRing | None = None
         if self.score_mode == "deferred":
             shape = RingShape.of_layers(vllm_config, layers)
-            self.ring = QueryRing(shape, self.table)
+            self.ring = QueryRing(shape, self.table, self.kv_pages.device)
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
@@ -107,6 +107,7 @@ class WorkerRuntime:
                 position=self.position[index],
                 place=None if self.place is None else self.place[index],
                 layout=self.layout,
+                impl=impl,
                 ring=self.ring.layer(index) if self.ring is not None else None,
                 counts=self.counts,
             )
@@ -117,9 +118,21 @@ class WorkerRuntime:
             engine = vllm_config.parallel_config.data_parallel_index
             self.trace = TraceWriter(config.trace, rank, engine)
 
-    def batch_request_ids(self) -> list[str]:
-        """Request ids of the batch being run, in row order."""
-        return compat.batch_request_ids(self._model_runner)
+    def batch_request_ids(self, common: Any) -> list[str]:
+        """Request ids of the batch being run, in row order.
+
+        Args:
+            common: vLLM's ``CommonAttentionMetadata`` of the batch.
+        """
+        return compat.batch_request_ids(self._model_runner, common)
+
+    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        """A host array on the device of the cache, without waiting for it.
+
+        Args:
+            array: not changed afterwards: on a CPU the result may share its memory.
+        """
+        return compat.to_device(array, self.kv_pages.device)
 
     def execute_model(self, execute: Any, scheduler_output: Any, *args: Any) -> Any:
         """Evict what the plan says, then run the step.
@@ -169,16 +182,16 @@ class WorkerRuntime:
         """Select and compact all layers and heads of all due requests."""
         entries = list(evictions.values())
         rows = self.table.rows_of(list(evictions))
-        block_table = _block_table([entry.block_ids for entry in entries])
-        counts = torch.tensor(
+        block_table = self.upload(_block_table([e.block_ids for e in entries]))
+        counts = np.array(
             [
                 (c.kv_len_before, c.num_evict, c.num_sinks, c.recent_start)
                 for c in (entry.counts for entry in entries)
             ],
-            dtype=torch.int32,
-        )
-        kv_lens, num_evict, num_sinks, recent_start = counts.T.contiguous()
-        self.score_waiting(rows, block_table, kv_lens)
+            np.int32,
+        ).T.copy()
+        self.score_waiting(rows, block_table, counts[0])
+        kv_lens, num_evict, num_sinks, recent_start = self.upload(counts).unbind()
         started = perf_counter_ns()
         keep = ops.select_keep(
             self.score,
@@ -188,13 +201,13 @@ class WorkerRuntime:
             num_evict,
             num_sinks,
             recent_start,
-            torch.from_numpy(self.table.column("run_size")[rows]),
-            torch.from_numpy(self.table.column("random")[rows]),
-            torch.from_numpy(self.table.column("noise_key")[rows]),
+            self.upload(self.table.column("run_size")[rows]),
+            self.upload(self.table.column("random")[rows]),
+            self.upload(self.table.column("noise_key")[rows]),
             max_kv_len=max(entry.counts.kv_len_before for entry in entries),
             first_layer=self.first_layer,
             first_kv_head=self.first_kv_head,
-            impl="cpu",
+            impl=self.impl,
         )
         selected = perf_counter_ns()
         ops.compact_kv(
@@ -206,7 +219,7 @@ class WorkerRuntime:
             num_evict,
             keep,
             layout=self.layout,
-            impl="cpu",
+            impl=self.impl,
         )
         if self.place is not None:
             self._renumber(entries)
@@ -222,7 +235,7 @@ class WorkerRuntime:
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of all layers; no source is among the targets."""
-        sources, targets = torch.tensor(pairs).T
+        sources, targets = self.upload(np.array(pairs, np.int64).T.copy()).unbind()
         for pages in self.kv_pages:  # one layer at a time keeps what lies between small
             pages.index_copy_(0, targets, pages.index_select(0, sources))
 
@@ -231,10 +244,10 @@ class WorkerRuntime:
 
         Who wrote these blocks may not have kept any, and its scores were its own.
         """
-        slots = torch.tensor(block_ids)[:, None] * self.block_size
-        slots = (slots + torch.arange(self.block_size)).flatten()
-        positions = torch.arange(len(slots))
-        self.reset_slots(slots, positions, positions)
+        slots = np.array(block_ids, np.int64)[:, None] * self.block_size
+        slots = (slots + np.arange(self.block_size)).flatten()
+        positions = self.upload(np.arange(len(slots)))
+        self.reset_slots(self.upload(slots), positions, positions)
 
     def _renumber(self, entries: list[EvictionEntry]) -> None:
         """Give the survivors of evictions their places among each other.
@@ -245,47 +258,49 @@ class WorkerRuntime:
         ops.renumber_slots(
             self.place,
             self.position,
-            _block_table(survivors),
-            torch.tensor([e.counts.kv_len for e in entries], dtype=torch.int32),
-            impl="cpu",
+            self.upload(_block_table(survivors)),
+            self.upload(np.array([e.counts.kv_len for e in entries], np.int32)),
+            impl=self.impl,
         )
 
     def score_waiting(
         self,
         rows: np.ndarray[Any, Any],
         block_table: torch.Tensor,
-        kv_lens: torch.Tensor,
+        kv_lens: np.ndarray[Any, Any],
     ) -> None:
         """Score all queries of some requests that wait in the ring, in all layers.
 
         Args:
             rows: int64 ``[num_reqs]``, rows of the table; none twice.
-            block_table: int32 ``[num_reqs, max_blocks]``, physical.
+            block_table: int32 ``[num_reqs, max_blocks]``, physical, on the device.
             kv_lens: int32 ``[num_reqs]``, physical; all tokens computed so far.
         """
         table, ring = self.table, self.ring
-        waiting = table.column("num_waiting")[rows] > 0
-        if ring is None or not waiting.any():
+        chosen = np.flatnonzero(table.column("num_waiting")[rows])
+        if ring is None or not len(chosen):
             return
-        rows, chosen = rows[waiting], torch.from_numpy(waiting)
+        if len(chosen) < len(rows):
+            block_table = block_table.index_select(0, self.upload(chosen))
+            rows, kv_lens = rows[chosen], kv_lens[chosen]
         ends = table.column("waiting_end")[rows]
         places, counts = ring.drain(rows)
         starts = np.concatenate([[0], np.cumsum(counts)])
-        positions = torch.from_numpy(
-            np.repeat(ends - starts[1:], counts) + np.arange(starts[-1])
+        positions = np.repeat(ends - starts[1:], counts) + np.arange(starts[-1])
+        tau = query_temperatures(
+            self.config, table, np.repeat(rows, counts), torch.from_numpy(positions)
         )
         batch = ScoreBatch(
-            block_table=block_table[chosen],
-            kv_lens=kv_lens[chosen],
-            query_start_loc=torch.from_numpy(starts.astype(np.int32)),
-            positions=positions,
-            tau=query_temperatures(
-                self.config, table, np.repeat(rows, counts), positions
-            ),
-            noise_keys=torch.from_numpy(table.column("noise_key")[rows]),
+            block_table=block_table,
+            kv_lens=self.upload(kv_lens),
+            query_start_loc=self.upload(starts.astype(np.int32)),
+            positions=self.upload(positions),
+            tau=self.upload(tau.numpy()),
+            noise_keys=self.upload(table.column("noise_key")[rows]),
         )
+        waiting = self.upload(places)
         for index, impl in enumerate(self.impls):
-            query = ring.layer(index).index_select(0, places)
+            query = ring.layer(index).index_select(0, waiting)
             impl.add_scores(query, self.kv_pages[index], batch)
 
     def reset_slots(
@@ -302,11 +317,15 @@ class WorkerRuntime:
             places: int64 ``[num_tokens]``, tokens that the request holds before each
                 of these; needed only with compact positions.
         """
-        ops.reset_slots(self.score, self.position, slot_mapping, positions, impl="cpu")
+        ops.reset_slots(
+            self.score, self.position, slot_mapping, positions, impl=self.impl
+        )
         if self.place is not None:
             assert places is not None
             # The score is new as well; to set it to 0 twice does no harm.
-            ops.reset_slots(self.score, self.place, slot_mapping, places, impl="cpu")
+            ops.reset_slots(
+                self.score, self.place, slot_mapping, places, impl=self.impl
+            )
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
         """Overwrite blocks, so that whoever still reads them shows it.
@@ -314,11 +333,10 @@ class WorkerRuntime:
         Args:
             block_ids: blocks of the pool; K, V and side data are mutated.
         """
-        blocks = torch.tensor(list(block_ids), dtype=torch.int64)
-        # K fills the first half of a head's part of a page in every layout.
-        half = self.block_size // 2
-        self.kv_pages[..., :half, :].index_fill_(1, blocks, POISON_KEY)
-        self.kv_pages[..., half:, :].index_fill_(1, blocks, POISON_VALUE)
+        blocks = self.upload(np.array(list(block_ids), np.int64))
+        key, value = key_and_value(self.kv_pages, self.layout)
+        key.index_fill_(1, blocks, POISON_KEY)
+        value.index_fill_(1, blocks, POISON_VALUE)
         self.score.index_fill_(1, blocks, float("nan"))
         self.position.index_fill_(1, blocks, -1)
         if self.place is not None:
@@ -376,51 +394,7 @@ def _stack_layers(layers: list[Any]) -> torch.Tensor:
     )
 
 
-def _block_table(rows: list[list[int]]) -> torch.Tensor:
+def _block_table(rows: list[list[int]]) -> np.ndarray[Any, Any]:
     """Rows of blocks as int32 ``[num_reqs, max_blocks]``, filled up with 0."""
     width = max(len(row) for row in rows)
-    return torch.tensor(
-        [row + [0] * (width - len(row)) for row in rows], dtype=torch.int32
-    )
-
-
-def _layout_of(layers: list[Any]) -> str:
-    layouts = {layer.isa for layer in layers}
-    if len(layouts) != 1 or not layouts <= set(LAYOUTS):
-        raise RuntimeError(
-            f"a KV policy knows the CPU cache layouts {', '.join(LAYOUTS)}; "
-            f"vLLM chose {', '.join(sorted(layouts))}"
-        )
-    layout: str = layouts.pop()
-    return layout
-
-
-def _probe(kv_pages: torch.Tensor, layout: str, has_places: bool) -> None:
-    """Write tokens with vLLM's own op and read them back through our views."""
-    _, _, num_kv_heads, block_size, width = kv_pages.shape
-    head_size = width // 2
-    element_size = kv_pages.element_size()
-    page = page_bytes(num_kv_heads, block_size, head_size, element_size, has_places)
-    found = kv_pages.stride(1) * element_size
-    if found != page:
-        raise RuntimeError(
-            f"KV pages are {found} bytes apart, side data was planned for {page}"
-        )
-
-    def write(
-        key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        pages = cache.view((cache.shape[0], num_kv_heads, 2 * block_size, head_size))
-        key_cache, value_cache = pages.chunk(2, dim=2)
-        compat.cpu_ops.cpu_attn_reshape_and_cache(
-            key, value, key_cache, value_cache, slots, layout
-        )
-
-    probe_layout(
-        write,
-        layout=layout,
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
-        head_size=head_size,
-        dtype=kv_pages.dtype,
-    )
+    return np.array([row + [0] * (width - len(row)) for row in rows], np.int32)

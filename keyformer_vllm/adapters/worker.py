@@ -8,7 +8,7 @@ from typing import Any
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.adapters.backend import cpu_backend_override
+from keyformer_vllm.adapters.backend import backend_for, cpu_backend_override
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.runtime import WorkerRuntime
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
@@ -50,7 +50,12 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         self.keyformer = WorkerRuntime(
-            self._kv_config, self.vllm_config, self.model_runner, self.rank
+            self._kv_config,
+            self.vllm_config,
+            self.model_runner,
+            self.rank,
+            backend=backend_for(self._kv_config),
+            impl="cpu",
         )
         # The legacy Ray executor calls the runner, not the worker; so the hooks
         # sit on the runner's methods.

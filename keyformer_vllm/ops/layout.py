@@ -189,6 +189,22 @@ def value_view(kv_cache: torch.Tensor, layout: str) -> torch.Tensor:
     return _token_view(kv_cache, layout, is_value=True)
 
 
+def key_and_value(
+    kv_pages: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All K and all V of pages, as they lie: tokens and dimensions may be packed.
+
+    Args:
+        kv_pages: [..., num_kv_heads, block_size, 2 * head_size].
+        layout: of the CPU or of a GPU, see above.
+
+    Returns:
+        Two views that share the storage of `kv_pages`.
+    """
+    key, value = kv_pages.chunk(2, dim=-1 if layout in ROW_LAYOUTS else -2)
+    return key, value
+
+
 def read_tokens(view: torch.Tensor, slots: torch.Tensor, kv_head: int) -> torch.Tensor:
     """Gather token rows of one KV head from a `key_view` or `value_view`.
 

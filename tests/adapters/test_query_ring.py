@@ -62,7 +62,7 @@ class Player:
         expected = [self.waiting[request_id] for request_id in request_ids]
         assert counts.tolist() == [len(queries) for queries in expected]
         for layer in range(LAYERS):
-            found = self.ring.layer(layer).index_select(0, places)
+            found = self.ring.layer(layer)[places]
             rows = [query[layer] for queries in expected for query in queries]
             assert torch.equal(found, torch.stack(rows))
         for request_id in request_ids:
