@@ -23,6 +23,9 @@ from keyformer_vllm.core.retention import BudgetBase, Retention
 ADDITIONAL_CONFIG_KEY = "keyformer"
 """The key of ours inside vLLM's ``additional_config``."""
 
+VERSION_KEY = "keyformer_version"
+"""Beside it: the version of this package that the front end has."""
+
 REQUEST_PREFIX = "kv_"
 """Per-request keys in ``vllm_xargs`` that start so are ours to accept or refuse."""
 
@@ -82,6 +85,9 @@ class KeyformerConfig:
         trace: file that receives one JSON line per step and request, or None.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
             that nobody reads them; has no flag.
+        check_ranks: assert in every step that all tensor-parallel ranks hold and
+            evict the same numbers of tokens, and that replicas of a KV head keep the
+            same ones; slow, for debugging, has no flag.
 
     Raises:
         KVPolicyError: naming the setting, its value and what is allowed.
@@ -103,6 +109,7 @@ class KeyformerConfig:
     positions: str = "original"
     trace: str | None = None
     poison_freed: bool = False
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("kv_policy", self.policy, POLICY_NAMES)
@@ -131,11 +138,12 @@ class KeyformerConfig:
             raise KVPolicyError(
                 "kv_trace", f"kv_trace={shown(self.trace)} must be a file name"
             )
-        if not isinstance(self.poison_freed, bool):
-            raise KVPolicyError(
-                "kv_poison_freed",
-                f"kv_poison_freed={shown(self.poison_freed)} must be true or false",
-            )
+        for name in ("poison_freed", "check_ranks"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise KVPolicyError(
+                    f"kv_{name}", f"kv_{name}={shown(value)} must be true or false"
+                )
 
     @property
     def evicts(self) -> bool:

@@ -71,10 +71,7 @@ _NAMES = {
     "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
     "cpu_ops": ("vllm", "_custom_ops"),
     "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
-    "get_tensor_model_parallel_rank": (
-        "vllm.distributed",
-        "get_tensor_model_parallel_rank",
-    ),
+    "get_tp_group": ("vllm.distributed", "get_tp_group"),
     # Not public: caches and tables behind the public functions.
     "backend_overrides": (
         "vllm.v1.attention.backends.registry",
@@ -182,6 +179,15 @@ def take_step_counts(carrier: Any) -> dict[str, int]:
         return found
     ours = [key for key in by_stage if key.startswith("keyformer:")]
     return {key: by_stage.pop(key) for key in ours}
+
+
+def total_heads(vllm_config: Any) -> tuple[int, int]:
+    """Query heads and KV heads of the whole model."""
+    model_config = vllm_config.model_config
+    return (
+        model_config.model_arch_config.total_num_attention_heads,
+        model_config.get_total_num_kv_heads(),
+    )
 
 
 def uses_alibi(vllm_config: Any) -> bool:

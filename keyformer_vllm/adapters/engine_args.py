@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keyformer_vllm import __version__
 from keyformer_vllm.adapters import (
     compat,
     request_validation,
@@ -24,6 +25,7 @@ from keyformer_vllm.adapters import (
 from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
+    VERSION_KEY,
     KeyformerConfig,
     KVPolicyError,
     config_from_additional,
@@ -38,14 +40,19 @@ _FROM_CLI = "_keyformer_from_cli"
 
 def install() -> None:
     """Wrap ``EngineArgs`` of vLLM, once however often this is called."""
-    engine_args = compat.EngineArgs
-    if hasattr(engine_args.create_engine_config, compat.WRAPPED):
+    if is_installed():
         return
+    engine_args = compat.EngineArgs
     engine_args.add_cli_args = staticmethod(_wrap_add(engine_args.add_cli_args))
     engine_args.from_cli_args = classmethod(
         _wrap_from_cli(engine_args.from_cli_args.__func__)
     )
     engine_args.create_engine_config = _wrap_create(engine_args.create_engine_config)
+
+
+def is_installed() -> bool:
+    """Whether the wraps are in place, that is, whether vLLM loaded the plugin."""
+    return hasattr(compat.EngineArgs.create_engine_config, compat.WRAPPED)
 
 
 def add_flags(parser: Any) -> None:
@@ -121,7 +128,7 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
         engine_args.additional_config = {
             key: value
             for key, value in additional.items()
-            if key != ADDITIONAL_CONFIG_KEY
+            if key not in (ADDITIONAL_CONFIG_KEY, VERSION_KEY)
         }
         return None
     validation.check_engine_args(config.policy, engine_args)
@@ -131,6 +138,7 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
     engine_args.additional_config = {
         **additional,
         ADDITIONAL_CONFIG_KEY: config.to_mapping(),
+        VERSION_KEY: __version__,
     }
     return config
 

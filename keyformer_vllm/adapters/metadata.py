@@ -80,6 +80,9 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         evicted = table.column("evicted_blocks")[rows]
         if evicted.any():
             common = self._to_physical(common, torch.from_numpy(evicted))
+        if runtime.rank_check is not None:
+            lengths_read = dict(zip(request_ids, common.seq_lens.tolist(), strict=True))
+            runtime.rank_check.compare("tokens that attention reads", lengths_read)
         lengths = np.diff(common.query_start_loc_cpu.numpy())
         own = _own_requests(runtime, rows, lengths)
         stock, rest = common, None

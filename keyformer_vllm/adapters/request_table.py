@@ -57,6 +57,11 @@ class RequestTable:
         """One cell, as a Python value."""
         return self._columns[name][self._rows[request_id]].item()
 
+    def values(self, name: str) -> dict[str, Any]:
+        """One column by request id, as Python values."""
+        column = self._columns[name]
+        return {request_id: column[row].item() for request_id, row in self._rows.items()}
+
     def rows_of(self, request_ids: list[str]) -> np.ndarray[Any, Any]:
         """Row numbers of a batch, int64 ``[num_reqs]``.
 

@@ -12,8 +12,9 @@ import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
-from keyformer_vllm.adapters.plan import EvictionEntry, plan_of
+from keyformer_vllm.adapters.plan import EvictionEntry, StepPlan, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
+from keyformer_vllm.adapters.ranks import HeadShare, RankCheck, ReplicaGroup
 from keyformer_vllm.adapters.request_table import RequestTable
 from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
@@ -82,10 +83,22 @@ class WorkerRuntime:
             vllm_config, list(layers.values()), self.kv_pages, config.compact_positions
         )
         first_impl = next(iter(layers.values())).impl
-        tp_rank = compat.get_tensor_model_parallel_rank()
-        first_query_head = tp_rank * first_impl.num_heads
-        # Ranks beyond the number of KV heads hold replicas of them.
-        self.first_kv_head = first_query_head // first_impl.num_queries_per_kv
+        tp_group = compat.get_tp_group()
+        total_query_heads, total_kv_heads = compat.total_heads(vllm_config)
+        self.heads = HeadShare.of_rank(
+            tp_group.rank_in_group,
+            tp_group.world_size,
+            num_query_heads=first_impl.num_heads,
+            num_kv_heads=first_impl.num_kv_heads,
+            total_query_heads=total_query_heads,
+            total_kv_heads=total_kv_heads,
+        )
+        self.replicas: ReplicaGroup | None = None
+        if self.heads.num_replicas > 1:
+            self.replicas = ReplicaGroup.create(self.heads.num_replicas)
+        self.rank_check: RankCheck | None = None
+        if config.check_ranks:
+            self.rank_check = RankCheck(tp_group.cpu_group)
         self.first_layer = compat.extract_layer_index(next(iter(layers)))
         self.impls = [layer.impl for layer in layers.values()]
         self.has_alibi = compat.uses_alibi(vllm_config)
@@ -102,7 +115,7 @@ class WorkerRuntime:
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
-                first_query_head=first_query_head,
+                first_query_head=self.heads.first_query_head,
                 score=self.score[index],
                 position=self.position[index],
                 place=None if self.place is None else self.place[index],
@@ -159,6 +172,8 @@ class WorkerRuntime:
                 self._copy_blocks(plan.hit_copies)
             for block_ids in plan.hits.values():
                 self._start_scores(block_ids)
+        if self.rank_check is not None:
+            self._check_plan(self.rank_check, plan)
         if self.trace is not None:
             self.trace.record(self, scheduler_output, plan)
         self.in_step = True
@@ -193,10 +208,16 @@ class WorkerRuntime:
         self.score_waiting(rows, block_table, counts[0])
         kv_lens, num_evict, num_sinks, recent_start = self.upload(counts).unbind()
         started = perf_counter_ns()
+        score, position, choose_from = self.score, self.position, block_table
+        if self.replicas is not None:
+            score, position, numbers = self.replicas.selection(
+                score, position, [entry.block_ids for entry in entries]
+            )
+            choose_from = self.upload(_block_table(numbers))
         keep = ops.select_keep(
-            self.score,
-            self.position,
-            block_table,
+            score,
+            position,
+            choose_from,
             kv_lens,
             num_evict,
             num_sinks,
@@ -206,7 +227,7 @@ class WorkerRuntime:
             self.upload(self.table.column("noise_key")[rows]),
             max_kv_len=max(entry.counts.kv_len_before for entry in entries),
             first_layer=self.first_layer,
-            first_kv_head=self.first_kv_head,
+            first_kv_head=self.heads.first_kv_head,
             impl=self.impl,
         )
         selected = perf_counter_ns()
@@ -248,6 +269,17 @@ class WorkerRuntime:
         slots = (slots + np.arange(self.block_size)).flatten()
         positions = self.upload(np.arange(len(slots)))
         self.reset_slots(self.upload(slots), positions, positions)
+
+    def _check_plan(self, check: RankCheck, plan: StepPlan) -> None:
+        """Assert that all ranks did the same in this step, and in all before."""
+        check.compare("the plan of a step", plan)
+        check.compare("evicted blocks", self.table.values("evicted_blocks"))
+        if self.replicas is not None:
+            kept = {
+                request_id: self.kept_positions(entry)
+                for request_id, entry in plan.evictions.items()
+            }
+            RankCheck(self.replicas.group).compare("tokens of a shared KV head", kept)
 
     def _renumber(self, entries: list[EvictionEntry]) -> None:
         """Give the survivors of evictions their places among each other.

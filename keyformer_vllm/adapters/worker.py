@@ -10,6 +10,7 @@ from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.backend import backend_for, cpu_backend_override
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
+from keyformer_vllm.adapters.ranks import check_worker
 from keyformer_vllm.adapters.runtime import WorkerRuntime
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.config import (
@@ -23,6 +24,7 @@ class KeyformerCPUWorker(compat.CPUWorker):  # type: ignore[misc]
     """vLLM's CPU worker (``vllm/v1/worker/cpu_worker.py``) with a KV policy."""
 
     def init_device(self) -> None:
+        check_worker(self.vllm_config, self.rank)
         # Fail before the model is loaded, not at the first eviction.
         ops.require_impl("cpu")
         super().init_device()
