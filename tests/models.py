@@ -17,8 +17,8 @@ NUM_LAYERS = 2
 HEAD_SIZE = 32
 BOS, EOS, PAD = 256, 257, 258
 
-SERVABLE = ("llama-4-2", "llama-9-3", "gptj", "gpt2", "bloom")
-"""Kinds with weights. Grouped heads twice, partial rotary, learned positions, ALiBi."""
+SERVABLE = ("llama-4-2", "llama-4-1", "llama-9-3", "gptj", "gpt2", "bloom")
+"""Kinds with weights. Grouped heads, partial rotary, learned positions, ALiBi."""
 
 REFUSED = ("mistral-sliding", "bert", "whisper", "deepseek-v2")
 """Kinds without weights, for refusals at start-up (`--load-format dummy`):
@@ -246,6 +246,7 @@ def _deepseek_v2() -> Any:
 
 _CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-4-2": _llama(4, 2),
+    "llama-4-1": _llama(4, 1),
     "llama-9-3": _llama(9, 3),
     "gptj": _gptj,
     "gpt2": _gpt2,

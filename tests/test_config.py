@@ -26,6 +26,9 @@ from keyformer_vllm.flags import FLAGS, settings_from_flags
 NAN, INF = math.nan, math.inf
 HUGE_INT = 10**6000  # more digits than Python turns into text
 
+UNFLAGGED = {"poison_freed", "check_ranks"}
+"""For tests and debugging; they have no flag."""
+
 GOOD_VALUES = [
     *(("policy", name) for name in POLICY_NAMES),
     *(("budget", value) for value in (0.001, 0.5, 1.0, 256, 2048)),
@@ -42,7 +45,7 @@ GOOD_VALUES = [
     *(("select", value) for value in ("token", "block")),
     *(("positions", value) for value in ("original", "compact")),
     *(("trace", value) for value in (None, "trace.jsonl")),
-    *(("poison_freed", value) for value in (True, False)),
+    *((name, value) for name in UNFLAGGED for value in (True, False)),
 ]
 
 NOT_NUMBERS = ("abc", "", "0.5", None, [], [1, 2], {}, {"a": 1}, True, NAN)
@@ -66,7 +69,7 @@ BAD_VALUES = {
     "select": ("", "Token", "head", None, 1),
     "positions": ("", "Compact", "new", None, 1),
     "trace": ("", 1, [], {}),
-    "poison_freed": (0, 1, "true", "", None, []),
+    **dict.fromkeys(sorted(UNFLAGGED), (0, 1, "true", "", None, [])),
 }
 
 
@@ -97,7 +100,7 @@ def test_every_setting_has_good_and_bad_values_here():
     settings = {field.name for field in dataclasses.fields(KeyformerConfig)}
     assert {setting for setting, _ in GOOD_VALUES} == settings
     assert set(BAD_VALUES) == settings
-    assert {flag.setting for flag in FLAGS} == settings - {"poison_freed"}
+    assert {flag.setting for flag in FLAGS} == settings - UNFLAGGED
 
 
 def test_cooling_temperature_is_refused():
@@ -124,6 +127,7 @@ def test_defaults_are_the_documented_ones():
         "positions": "original",
         "trace": None,
         "poison_freed": False,
+        "check_ranks": False,
     }
 
 

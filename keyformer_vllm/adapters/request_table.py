@@ -60,7 +60,9 @@ class RequestTable:
     def values(self, name: str) -> dict[str, Any]:
         """One column by request id, as Python values."""
         column = self._columns[name]
-        return {request_id: column[row].item() for request_id, row in self._rows.items()}
+        return {
+            request_id: column[row].item() for request_id, row in self._rows.items()
+        }
 
     def rows_of(self, request_ids: list[str]) -> np.ndarray[Any, Any]:
         """Row numbers of a batch, int64 ``[num_reqs]``.

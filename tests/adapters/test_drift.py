@@ -216,6 +216,16 @@ SOURCES = {
     "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat": (
         'f"chatcmpl-{',
     ),
+    # How heads are shared out, and what ranks talk through.
+    "vllm.model_executor.layers.linear:QKVParallelLinear": (
+        "self.num_heads = divide(self.total_num_heads, tp_size)",
+        "self.num_kv_head_replicas = divide(tp_size, self.total_num_kv_heads)",
+    ),
+    "vllm.config.model_arch:ModelArchitectureConfig": ("total_num_attention_heads",),
+    "vllm.distributed.parallel_state:GroupCoordinator": (
+        "rank_in_group: int",
+        "cpu_group: ProcessGroup",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "self.input_batch.req_ids",
         "self.attn_groups",
