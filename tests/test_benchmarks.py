@@ -11,6 +11,7 @@ import bench_ops
 import bench_quality
 import common
 import engines
+import predict_gpu
 import pytest
 
 from tests.bench_scripts import BENCHMARKS, PNG, last_line, run_script
@@ -322,3 +323,34 @@ def test_prompts_depend_on_seed_and_name_only():
     assert one != engines.random_prompt(0, 2, 50, 100)
     assert one != engines.random_prompt(1, 1, 50, 100)
     assert len(one) == 50 and min(one) >= 3 and max(one) < 100
+
+
+# Predictions
+
+
+def test_predicted_bytes_and_times_by_hand():
+    """One KV head of 4 dimensions, two query heads, a range of 256 keys."""
+    model = predict_gpu.Model(1, 2, 1, 4, 2, 16)
+    assert predict_gpu.kv_bytes(model, 256) == 256 * 2 * 4 * 2
+    # K and V; position and score; logits there and back; a range's output and state.
+    expected = 4096 + 256 * 12 + 2 * 256 * 2 * 4 + 2 * 2 * (16 + 16)
+    assert predict_gpu.attention_bytes(model, 256) == expected
+    # 1,024 weights of each of two query heads are two tiles in each sweep.
+    tiles = 2 * (predict_gpu.SUM_ROWS_TILE + predict_gpu.SUM_COLUMNS_TILE)
+    assert predict_gpu.score_instructions(model, 1024) == tiles
+    gpu = predict_gpu.Gpu(100.0, 2, 10.0, 4, 0.5)
+    assert (gpu.bytes_time(200), gpu.issue_time(80)) == (2.0, 2.0)
+    slow_bytes = predict_gpu.predict(gpu, "", 300, 80, "", 6.0)
+    assert (slow_bytes.seconds, slow_bytes.share) == (3.0, 0.5)
+    assert predict_gpu.predict(gpu, "", 100, 80, "", 1.0).seconds == 2.0
+
+
+def test_readme_shows_what_is_predicted():
+    done = run_script("predict_gpu.py")
+    assert done.returncode == 0, done.stderr
+    text = (BENCHMARKS / "README.md").read_text()
+    assert done.stderr.strip() in text
+    rows = last_line(done.stdout)["predicted"]
+    assert all(row["seconds"] > 0 and row["share"] > 0 for row in rows)
+    bandwidth = 100 / rows[0]["share"]
+    assert f"{bandwidth:.0f} % of the bandwidth of a copy" in text
