@@ -45,7 +45,7 @@ def _step(table, new=None, evictions=None, finished=(), preempted=()):
     output = SimpleNamespace(
         finished_req_ids=set(finished), preempted_req_ids=set(preempted)
     )
-    table.update(output, StepPlan(new or {}, evictions or {}))
+    table.update(output, StepPlan(new_requests=new or {}, evictions=evictions or {}))
 
 
 def test_a_row_keeps_what_the_scheduler_said():
