@@ -26,7 +26,7 @@ MODEL := $(or $(KEYFORMER_CACHE),$(HOME)/.cache/keyformer-vllm)/smollm2
 NATIVE_SOURCES := $(shell find csrc -type f \( -name '*.h' -o -name '*.hpp' \
 	-o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help setup demo test test-fast lint format build clean
+.PHONY: help setup demo test test-fast soak lint format build clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -43,6 +43,9 @@ test: setup  ## run the whole test suite
 
 test-fast: $(STAMP)-tools $(STAMP)-native  ## run the tests that load no model and start no engine
 	@$(PY) -m pytest tests -m "not slow" $(PYTEST_ARGS)
+
+soak: setup  ## send 1,000 random requests to a server over HTTP
+	@KEYFORMER_SOAK_REQUESTS=1000 $(PY) -m pytest tests/e2e/test_fire.py $(PYTEST_ARGS)
 
 lint: $(STAMP)-tools  ## ruff, mypy and clang-format, changing nothing
 	@.ci/lint.sh

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +63,7 @@ def assert_pool_consistent(engine: Engine) -> None:
     assert sorted(everything) == list(range(pool.num_gpu_blocks))
 
 
-def find_strings(roots: dict[str, Any], wanted: set[str]) -> list[str]:
+def find_strings(roots: dict[str, Any], wanted: Container[str]) -> list[str]:
     """Where any of the strings is reachable: keys, items and attributes.
 
     Follows containers and objects of vLLM and of this package, nothing else.

@@ -46,10 +46,7 @@ class Server:
         Raises:
             AssertionError: when no such metric is there; 0 would hide a typo.
         """
-        text = self.http.get("/metrics").text
-        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
-        assert values, f"no metric {name}"
-        return sum(float(value) for value in values)
+        return metric_in(self.http.get("/metrics").text, name)
 
     def wait_for(self, condition: Any, seconds: float, what: str) -> None:
         """Poll until a condition holds.
@@ -73,6 +70,17 @@ class Server:
             seconds,
             "idle server",
         )
+
+
+def metric_in(text: str, name: str) -> float:
+    """The sum of a metric over its labels, in what ``/metrics`` answered.
+
+    Raises:
+        AssertionError: when no such metric is there; 0 would hide a typo.
+    """
+    values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
+    assert values, f"no metric {name}"
+    return sum(float(value) for value in values)
 
 
 @contextmanager

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.plan import StepPlan
 
 if TYPE_CHECKING:
     from keyformer_vllm.adapters.runtime import WorkerRuntime
 
 
+logger = compat.plugin_logger(__name__)
+
+
 class TraceWriter:
     """Appends to the trace file; it holds counts and positions, never text.
+
+    Where the file cannot be written any more, as on a full disk, one error is logged
+    and the trace ends; requests are served on.
 
     Args:
         path: the file; ranks above 0 add ``.rank<N>`` to its name, data-parallel
@@ -26,6 +34,7 @@ class TraceWriter:
         name = path + (f".engine{engine}" if engine else "")
         name += f".rank{rank}" if rank else ""
         self._file = open(name, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self.failed = False
         self._step = 0
         self._budgets: dict[str, int] = {}
 
@@ -34,11 +43,36 @@ class TraceWriter:
     ) -> None:
         """Write one line for every scheduled request and every eviction.
 
+        Nothing once a write has failed.
+
         Args:
             runtime: the worker's state, evictions of this step already done.
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
             plan: the plan it carries.
         """
+        if self.failed:
+            return
+        try:
+            self._write_step(runtime, scheduler_output, plan)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.failed = True
+        # What is still buffered fails again; the file is closed all the same.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        logger.error(
+            "kv_trace: %s cannot be written: %s; the trace ends at step %d, its last "
+            "line may be cut, and requests are served without it",
+            self._file.name,
+            error.strerror,
+            self._step,
+        )
+
+    def _write_step(
+        self, runtime: WorkerRuntime, scheduler_output: Any, plan: StepPlan
+    ) -> None:
         computed = dict(_computed_tokens(scheduler_output))
         scheduled = scheduler_output.num_scheduled_tokens
         block_size = runtime.block_size

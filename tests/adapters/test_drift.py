@@ -77,6 +77,62 @@ SIGNATURES = {
         "first_block",
         "last_block",
     ],
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": [
+        "self",
+        "request",
+    ],
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": [
+        "self",
+        "blocks",
+        "num_computed_tokens",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "FullAttentionManager.get_num_blocks_to_allocate": [
+        "self",
+        "request_id",
+        "num_tokens",
+        "new_computed_blocks",
+        "total_computed_tokens",
+        "num_local_computed_tokens",
+        "num_tokens_main_model",
+        "apply_admission_cap",
+        "prefill_end",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "FullAttentionManager.add_local_computed_blocks": [
+        "self",
+        "request_id",
+        "new_computed_blocks",
+        "num_local_computed_tokens",
+        "num_external_computed_tokens",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "FullAttentionManager.allocate_new_blocks": [
+        "self",
+        "request_id",
+        "num_tokens",
+        "num_tokens_main_model",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "FullAttentionManager.pop_blocks_for_free": ["self", "request_id"],
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.cache_blocks": [
+        "self",
+        "request",
+        "num_tokens",
+        "retention_interval",
+        "replay_boundaries",
+    ],
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.new_step_starts": [
+        "self"
+    ],
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks": ["self", "num_blocks"],
+    "vllm.v1.core.block_pool:BlockPool.free_blocks": ["self", "ordered_blocks"],
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks": ["self", "block_ids"],
+    "vllm.v1.core.block_pool:BlockPool.move_block_hashes": [
+        "self",
+        "src_block",
+        "dst_block",
+    ],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
@@ -183,7 +239,12 @@ FIELDS = {
         "head_size_v",
     },
     "vllm.v1.metrics.stats:SchedulerStats": {"num_kv_fetch_reqs_by_stage"},
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": {"block_id", "ref_cnt", "is_null"},
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": {
+        "block_id",
+        "ref_cnt",
+        "is_null",
+        "_block_hash",
+    },
 }
 
 
@@ -197,6 +258,9 @@ SOURCES = {
     # What we reach for on instances shows only in the source.
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "self.running",
+        # Hits come after all evictions of a step, and blocks are given with them.
+        "self.kv_cache_manager.new_step_starts()",
+        ") = self._get_local_prefix_cache_hit(request)",
         "self.reset_preempted_req_ids.add(request.request_id)",
         "request.is_prefill_chunk = request.num_computed_tokens < (",
         "self.finished_req_ids",

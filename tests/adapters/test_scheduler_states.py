@@ -28,7 +28,7 @@ from tests.adapters.scheduler_harness import BLOCK_SIZE, Harness
 from tests.invariants import find_strings
 
 NUM_EXAMPLES = 80
-NUM_STEPS = 5000
+NUM_STEPS = 10_000
 """Steps with work in them that each scheduler is taken through, at least."""
 
 BUDGETS = [
