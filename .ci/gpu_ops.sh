@@ -6,11 +6,12 @@
 # The operator tests on a real GPU, against the same references as on a CPU. With
 # `sanitize`, some of them under compute-sanitizer, once per tool: it makes each take
 # many times as long. Fails where there is no GPU, because a skip would look like a pass.
+# PYTHON names another interpreter than that of .venv.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 
-python="${VENV:-.venv}/bin/python"
+python="${PYTHON:-${VENV:-.venv}/bin/python}"
 # Small cases that reach every kernel: each head size, both dtypes, all features.
 sanitized="cuda and not offsets_beyond and not long_prompt and not wide_block_table"
 sanitized+=" and (not match_fp64 or noise-tau-cap-alibi-sinks-places)"
