@@ -18,18 +18,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import bars
 import common
 from common import UsageError
 from crossover_report import describe_arm, draw, format_point
 from engines import ARM_SYNTAX, parse_assignment, random_prompt
-from served_arm import STOCK, ArmSpec, ServedArm, take_turns
-from workloads import ALL, PRESETS, Point
+from served_arm import STOCK, ArmSpec, ServedArm, one_by_one, take_turns
+from workloads import ALL, PRESETS, OnGpu, Point
 
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.core.capacity import Capacity, estimate_capacity
 from keyformer_vllm.demo.model import default_model_dir
 
 _DEFAULT_PRESET = "admission"
+TURNS = {"steps": take_turns, "off": one_by_one}
+_ON_CPU = OnGpu(block_size=32, max_batched_tokens=2048)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +67,20 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"full sequences that the pool holds, or `{ALL}`; several make a sweep",
     )
     parser.add_argument(
+        "--pool-tokens", type=_positive, help="tokens that the pool holds, not --pool"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=_positive,
+        help="requests that may run at once (default: all)",
+    )
+    parser.add_argument(
+        "--turns",
+        choices=TURNS,
+        help="steps: the arms take turns step by step; off: one arm after the other, "
+        "all started side by side (default: off for a GPU's presets)",
+    )
+    parser.add_argument(
         "--scale",
         type=float,
         default=1.0,
@@ -84,12 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
     parser.add_argument("--dtype", default="bfloat16", help="of model and cache")
-    parser.add_argument("--block-size", type=_positive, default=32)
+    parser.add_argument(
+        "--block-size", type=_positive, help="(default: 32; 16 for a GPU's presets)"
+    )
     parser.add_argument(
         "--max-batched-tokens",
         type=_positive,
-        default=2048,
-        help="tokens per step, prompt chunks included",
+        help="tokens per step, prompt chunks included (default: 2048; 8192 for a GPU's "
+        "presets)",
     )
     parser.add_argument(
         "--set",
@@ -127,7 +146,17 @@ def apply_preset(args: argparse.Namespace) -> None:
     args.requests = args.requests or list(preset.requests)
     args.prompt_len = args.prompt_len or list(preset.prompt_lens)
     args.new_tokens = args.new_tokens or list(preset.new_tokens)
+    sizes = preset.gpu or _ON_CPU
+    if args.pool is not None:
+        sizes = dataclasses.replace(sizes, pool_tokens=None)
     args.pool = args.pool or list(preset.pools)
+    for name, value in vars(sizes).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.turns = args.turns or ("steps" if preset.gpu is None else "off")
+    if preset.gpu is not None:
+        args.profile = True
+        args.engine = ["load_format=dummy", *args.engine]
 
 
 def list_points(args: argparse.Namespace) -> list[Point]:
@@ -143,6 +172,7 @@ def list_points(args: argparse.Namespace) -> list[Point]:
                 # With one token there is nothing between tokens.
                 new_tokens=max(2, _scale(new_tokens, args.scale)),
                 pool=requests if pool == ALL else pool,
+                pool_tokens=args.pool_tokens,
             )
         )
     return list(dict.fromkeys(points))
@@ -160,7 +190,7 @@ def list_specs(args: argparse.Namespace, point: Point) -> list[ArmSpec]:
         "block_size": args.block_size,
         "max_model_len": point.prompt_len + point.new_tokens,
         # Blocks shall be scarce, not slots.
-        "max_num_seqs": point.requests,
+        "max_num_seqs": args.max_num_seqs or point.requests,
         "max_num_batched_tokens": args.max_batched_tokens,
         **dict(parse_assignment("--set", text) for text in args.engine),
     }
@@ -237,6 +267,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     points = list_points(args)
     for point in points:
         list_specs(args, point)
+    if PRESETS[args.preset].gpu is not None and not _has_gpu():
+        raise UsageError(f"--preset {args.preset} needs a GPU, and torch sees none")
     prompts = Prompts(args, max(p.requests * p.prompt_len for p in points))
     total = args.rounds * len(args.arms) * sum(p.total_tokens for p in points)
     result = {
@@ -250,7 +282,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for point in points:
             bar.set_description(f"pool {point.pool}")
             arms = measure_point(args, point, prompts, bar)
-            found = {**dataclasses.asdict(point), "arms": arms}
+            found = {
+                **dataclasses.asdict(point),
+                "arms": arms,
+                "bars": bars.judge_arms(args.preset, arms),
+            }
             result["points"].append(found)
             with tqdm.external_write_mode(file=sys.stderr):
                 common.say(format_point(found))
@@ -273,7 +309,7 @@ def measure_point(
         for _ in range(args.rounds):
             for arm in arms:
                 arm.queue(requests, point.new_tokens)
-            for tokens in take_turns(arms):
+            for tokens in TURNS[args.turns](arms):
                 bar.update(tokens)
             for arm in arms:
                 arm.finish()
@@ -304,6 +340,13 @@ def _read_articles(path: Path, model: Path) -> list[int]:
     for document in documents:
         tokens += tokenizer.encode(document + "\n\n", add_special_tokens=False)
     return tokens
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    found: bool = torch.cuda.is_available()
+    return found
 
 
 def _scale(length: int, fraction: float) -> int:

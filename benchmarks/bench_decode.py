@@ -12,20 +12,19 @@ import argparse
 import os
 import sys
 import time
-from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import common
 from engines import (
     ARM_SYNTAX,
-    EVICTION_OPS,
     open_engine,
     parse_arm,
     random_prompt,
     scheduler_of,
-    timed_ops,
 )
+from op_clock import EVICTION_OPS, OpClock
 
 from keyformer_vllm.demo.model import default_model_dir
 
@@ -69,7 +68,7 @@ class Arm:
         self.name = name
         self.args = args
         self.seconds: list[float] = []
-        self.op_seconds: dict[str, float] = defaultdict(float)
+        self.clock = OpClock()
         blocks = -(-(args.prompt_len + args.steps + 64) // args.block_size)
         self.engine = open_engine(
             args.model,
@@ -132,7 +131,7 @@ def time_decode(arms: list[Arm], args: argparse.Namespace, show: Any) -> None:
     for number in range(args.steps + WARM_UP):
         for arm in arms:
             counted = number >= WARM_UP
-            with timed_ops(arm.op_seconds if counted else defaultdict(float)):
+            with arm.clock.watching() if counted else nullcontext():
                 seconds = arm.step()
             if counted:
                 arm.seconds.append(seconds)
@@ -145,7 +144,7 @@ def time_prefill(arms: list[Arm], args: argparse.Namespace, show: Any) -> None:
         for arm in arms:
             # With a single new token nothing could be evicted and nothing scores.
             arm.add(str(index), 40)
-            with timed_ops(arm.op_seconds):
+            with arm.clock.watching():
                 arm.seconds.append(arm.finish_prompts())
             arm.engine.abort_request([str(index)])
             while arm.engine.has_unfinished_requests():
@@ -185,7 +184,9 @@ def describe_arm(arm: Arm, base: Arm) -> dict[str, Any]:
         "samples": len(arm.seconds),
         "blocks": arm.free_at_start - arm.free_blocks(),
         "share_percent": {
-            name: 100 * seconds / total for name, seconds in arm.op_seconds.items()
+            name: 100 * seconds / total
+            for spent in arm.clock.seconds().values()
+            for name, seconds in spent.items()
         },
     }
 

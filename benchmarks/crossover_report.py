@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-from engines import EVICTION_OPS
-from served_arm import Round, ServedArm
+from bars import format_bars
+from op_clock import EVICTION_OPS
+from served_arm import DECODE, PREFILL, Round, ServedArm
 from workloads import Point
 
 from keyformer_vllm.core.capacity import Capacity
@@ -23,7 +24,8 @@ def describe_arm(
     rounds = arm.rounds
     seconds = sum(one.seconds for one in rounds)
     tokens = sum(len(times) for one in rounds for times in one.token_times.values())
-    ops = {name for one in rounds for name in one.op_seconds}
+    op_seconds = {phase: add_ops(rounds, phase) for phase in (PREFILL, DECODE)}
+    ops = {name for spent in op_seconds.values() for name in spent}
     return {
         "name": arm.name,
         **{name: arm.facts[name] for name in ("pool_blocks", "pool_mib", "plugin")},
@@ -55,10 +57,20 @@ def describe_arm(
             "decode": sum(one.seconds - one.prefill_seconds for one in rounds),
         },
         "share_percent": {
-            name: 100 * sum(one.op_seconds.get(name, 0.0) for one in rounds) / seconds
+            name: 100 * sum(s.get(name, 0.0) for s in op_seconds.values()) / seconds
             for name in sorted(ops)
         },
+        "op_seconds": op_seconds,
     }
+
+
+def add_ops(rounds: list[Round], phase: str) -> dict[str, float]:
+    """Seconds of each op in the steps of a phase."""
+    total: dict[str, float] = {}
+    for one in rounds:
+        for name, seconds in one.op_seconds.get(phase, {}).items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
 
 
 def compare_rounds(
@@ -81,7 +93,7 @@ def gaps_of(one: Round) -> list[float]:
 
 
 def format_point(point: dict[str, Any]) -> str:
-    """The workload, and a table of its arms."""
+    """The workload, a table of its arms, and what they have to reach."""
     arms = point["arms"]
     ops = [
         name for name in EVICTION_OPS if any(name in a["share_percent"] for a in arms)
@@ -119,8 +131,10 @@ def format_point(point: dict[str, Any]) -> str:
         for arm in arms
     ]
     names = [field.name for field in dataclasses.fields(Point)]
-    workload = Point(**{name: point[name] for name in names})
-    return f"{workload}\n{common.format_table(columns, rows)}"
+    workload = Point(**{name: point[name] for name in names if name in point})
+    shown = f"{workload}\n{common.format_table(columns, rows)}"
+    judged = point.get("bars")
+    return f"{shown}\n{format_bars(judged)}" if judged else shown
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

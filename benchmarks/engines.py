@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks that run engines share: arms, prompts, engines, timed ops.
+"""What the benchmarks that run engines share: arms, prompts, engines.
 
 Imports neither torch nor vLLM before an engine is opened.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +25,11 @@ ARM_SYNTAX = (
     "keyformer:0.5:score_queries=stride:4"
 )
 
-EVICTION_OPS = (
-    "paged_attention_scored",
-    "score_keys",
-    "reset_slots",
-    "select_keep",
-    "compact_kv",
-)
-
-_CACHE_BYTES = 2**30
-"""Asked for only because vLLM would else ask for most of the machine's memory; the
-pool gets the number of blocks that it is told to have."""
+_CPU_CACHE_BYTES = 2**30
+_GPU_CACHE_BYTES = 16 * 2**30
+"""Asked for only because vLLM would else ask for most of the machine's memory, and
+measure it while other engines start; the pool gets the number of blocks that it is told
+to have. On a GPU the queries that wait to be scored are taken off it."""
 
 
 def parse_arm(text: str) -> dict[str, Any] | None:
@@ -105,15 +95,22 @@ def open_engine(
         policy: what `parse_arm` returned.
         num_blocks: blocks in the pool, vLLM's null block among them.
         settings: further arguments of `vllm.LLM`; they win over those given here.
+            Only a CPU leaves torch.compile out unless asked for it.
     """
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     given: dict[str, Any] = {
-        "kv_cache_memory_bytes": _CACHE_BYTES,
         "enable_prefix_caching": False,
-        "enforce_eager": True,
         "skip_tokenizer_init": True,
     }
+    if current_platform.is_cpu():
+        given["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+        given["enforce_eager"] = True
+    else:
+        given["kv_cache_memory_bytes"] = _GPU_CACHE_BYTES
+        # Several engines share the GPU: that much has to be free at the start.
+        given["gpu_memory_utilization"] = 0.05
     if policy is not None:
         given["additional_config"] = {ADDITIONAL_CONFIG_KEY: policy}
     given |= settings
@@ -124,30 +121,3 @@ def open_engine(
 def scheduler_of(engine: Any) -> Any:
     """The scheduler of an engine that lives in this process."""
     return engine.engine_core.engine_core.scheduler
-
-
-@contextmanager
-def timed_ops(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds up the wall time of every eviction op that runs inside the block."""
-    from keyformer_vllm import ops
-
-    originals = {name: getattr(ops, name) for name in EVICTION_OPS}
-
-    def timed(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(op)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return op(*args, **kwargs)
-            finally:
-                seconds[name] += time.perf_counter() - started
-
-        return call
-
-    for name, op in originals.items():
-        setattr(ops, name, timed(name, op))
-    try:
-        yield
-    finally:
-        for name, op in originals.items():
-            setattr(ops, name, op)

@@ -14,20 +14,23 @@ import random
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import common
-from engines import open_engine, parse_arm, scheduler_of, timed_ops
+from engines import open_engine, parse_arm, scheduler_of
+from op_clock import OpClock
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 STOCK = "stock"
 """An arm whose process does not load the plugin at all."""
+
+PREFILL, DECODE = "prefill", "decode"
+"""Phases of a step: with prompt tokens, and without."""
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 512, 40
 """Of the request before the clock starts; long enough for an eviction."""
@@ -79,6 +82,7 @@ class Round:
             waited: there was room for their tokens, so they waited for blocks.
         used_blocks: the most blocks held after a scheduling.
         evicted_tokens: per KV head and layer.
+        op_seconds: phase to name of the op to its seconds.
     """
 
     seconds: float = 0.0
@@ -93,7 +97,7 @@ class Round:
     preemptions: int = 0
     evicted_tokens: int = 0
     freed_blocks: int = 0
-    op_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    op_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class MeasuredEngine:
@@ -110,9 +114,13 @@ class MeasuredEngine:
         self.profile = spec.profile
         self.evicts = policy is not None
         self.round = Round()
+        self._clock = self._new_clock()
         self._has_prefill = False
+        self._awaited: bool | None = None
         self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._watched_schedule
+        self._update = self.scheduler.update_from_output
+        self.scheduler.update_from_output = self._watched_update
         self._prompt_lens: dict[str, int] = {}
         self._tokens = 0
         self._total_tokens = 0
@@ -149,6 +157,7 @@ class MeasuredEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         self.round = Round()
+        self._clock = self._new_clock()
         self._tokens = 0
         self._total_tokens = sum(map(len, prompts)) + new_tokens * len(prompts)
         self._prompt_lens = {
@@ -164,16 +173,15 @@ class MeasuredEngine:
             Tokens done so far, of how many in this round, and the arm's clock.
         """
         now = self.round
-        self._has_prefill = False
-        timing = timed_ops(now.op_seconds) if self.profile else nullcontext()
-        with timing:
+        self._has_prefill, self._awaited = False, None
+        with self._clock.watching() if self.profile else nullcontext():
             started, cpu_started = time.perf_counter(), time.process_time()
             outputs = self.engine.step()
             seconds = time.perf_counter() - started
             now.cpu_seconds += time.process_time() - cpu_started
         now.seconds += seconds
         now.steps += 1
-        if self._has_prefill:
+        if self._has_prefill if self._awaited is None else self._awaited:
             now.prefill_seconds += seconds
             now.prefill_steps += 1
         for output in outputs:
@@ -195,14 +203,24 @@ class MeasuredEngine:
         held = self.pool_blocks - self.pool.get_num_free_blocks()
         if held:
             raise RuntimeError(f"{held} blocks are held after the last request")
-        self.round.op_seconds = dict(self.round.op_seconds)
+        self.round.op_seconds = {
+            phase: dict(spent) for phase, spent in self._clock.seconds().items()
+        }
         return self.round
+
+    def _new_clock(self) -> OpClock:
+        return OpClock(lambda: PREFILL if self._has_prefill else DECODE)
+
+    def _watched_update(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        # Under asynchronous scheduling a step waits for the batch of an earlier one.
+        self._awaited = _computes_prompts(output)
+        return self._update(output, *args, **kwargs)
 
     def _watched_schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
         now = self.round
         scheduled = output.num_scheduled_tokens
-        self._has_prefill = sum(scheduled.values()) > len(scheduled)
+        self._has_prefill = _computes_prompts(output)
         if scheduled:
             running = len(self.scheduler.running)
             now.running.append(running)
@@ -314,6 +332,17 @@ class ServedArm:
         return value
 
 
+def one_by_one(arms: list[ServedArm]) -> Iterator[int]:
+    """Step each arm until it is through; yields the tokens of each step.
+
+    For a GPU, which the arms share: steps of several at a time would share its
+    bandwidth too, and it changes its speed less than a shared CPU does.
+    """
+    for arm in arms:
+        while arm.busy:
+            yield arm.step()
+
+
 def take_turns(arms: list[ServedArm]) -> Iterator[int]:
     """Step the arms until all are through; yields the tokens of each step.
 
@@ -328,6 +357,12 @@ def take_turns(arms: list[ServedArm]) -> Iterator[int]:
         if not busy:
             return
         yield min(busy, key=lambda arm: (arm.share, lots.random())).step()
+
+
+def _computes_prompts(output: Any) -> bool:
+    """Whether a batch holds more than one token of a request."""
+    scheduled = output.num_scheduled_tokens
+    return sum(scheduled.values()) > len(scheduled)
 
 
 def _serve(connection: Connection, spec: ArmSpec) -> None:

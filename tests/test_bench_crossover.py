@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import bars
 import bench_crossover
 import common
+import op_clock
 import pytest
 import served_arm
 
@@ -46,7 +50,8 @@ def test_presets_have_the_pools_they_name(preset, workload, pools):
 
 def test_every_preset_is_counted():
     assert set(bench_crossover.PRESETS) == {
-        *("off", "ample", "tight", "prefill-bound", "admission", "crossover")
+        *("off", "ample", "tight", "prefill-bound", "admission", "crossover"),
+        *("gpu-ample", "gpu-tight", "gpu-prefill-bound"),
     }
 
 
@@ -149,6 +154,127 @@ def test_the_arm_furthest_behind_steps_next():
     assert {turn[0] for turn in turns} == {"a", "b"}, "none is always the first"
 
 
+def test_one_arm_after_the_other():
+    log = []
+    arms = [FakeArm("a", 50, 1.0, log), FakeArm("b", 25, 2.0, log)]
+    assert sum(served_arm.one_by_one(arms)) == 200
+    assert log == list("aabbbb")
+
+
+@pytest.mark.parametrize(
+    "preset, workload, num_blocks, max_num_seqs",
+    [
+        ("gpu-ample", (64, 2048, 128), 64 * 136 + 1, 64),
+        ("gpu-tight", (192, 2048, 1024), 150_000 // 16 + 1, 256),
+        ("gpu-prefill-bound", (64, 4096, 256), 150_000 // 16 + 1, 64),
+    ],
+)
+def test_presets_for_a_gpu(preset, workload, num_blocks, max_num_seqs):
+    args = crossover_args("--preset", preset)
+    (point,) = bench_crossover.list_points(args)
+    assert (point.requests, point.prompt_len, point.new_tokens) == workload
+    specs = bench_crossover.list_specs(args, point)
+    assert specs[0].name == "stock" and args.turns == "off" and args.profile
+    for spec in specs:
+        assert spec.num_blocks == num_blocks
+        assert spec.engine["max_num_seqs"] == max_num_seqs
+        assert spec.engine["load_format"] == "dummy" and spec.profile
+        assert "enforce_eager" not in spec.engine
+    # A pool given in sequences wins over one in tokens.
+    args = crossover_args("--preset", preset, "--pool", "2")
+    (point,) = bench_crossover.list_points(args)
+    assert point.pool_tokens is None and point.pool == 2
+
+
+def test_a_preset_for_a_gpu_is_refused_without_one():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = run_script("bench_crossover.py", "--preset", "gpu-tight")
+    assert done.returncode == 2 and "needs a GPU" in done.stderr
+
+
+def judged_arm(name, tokens_per_s, peak, decode, **op_seconds):
+    return {
+        "name": name,
+        "tokens_per_s": tokens_per_s,
+        "running": {"peak": peak},
+        "step_seconds": {"prefill": 10.0, "decode": decode},
+        "steps": {"prefill": 10, "decode": 100},
+        "op_seconds": {"prefill": op_seconds, "decode": op_seconds},
+    }
+
+
+def test_bars_are_met_or_missed_or_not_measured():
+    stock = judged_arm("stock", 100.0, 40, 10.0)
+    whole = judged_arm("keyformer:1.0", 98.0, 40, 10.0)
+    half = judged_arm("keyformer:0.5", 170.0, 99, 8.5, select_keep=0.2, score_keys=3.0)
+    ample = bars.judge_arms("gpu-ample", [stock, whole, half])
+    assert [(row["measured"], row["verdict"]) for row in ample] == [
+        (pytest.approx(0.98), "MISSED"),
+        (pytest.approx(0.85), "met"),
+        (pytest.approx(0.2 / 8.5), "met"),
+    ]
+    tight = bars.judge_arms("gpu-tight", [stock, half])
+    assert [row["verdict"] for row in tight] == [
+        *("met", "MISSED", "not measured", "not measured")
+    ]
+    (prompts,) = bars.judge_arms("gpu-prefill-bound", [stock, half])
+    assert prompts["measured"] == pytest.approx(0.3)
+    assert prompts["verdict"] == "MISSED"
+    assert bars.judge_arms("tight", [stock, half]) == []
+    table = bars.format_bars(ample)
+    assert "| >= 0.99 |" in table and "| <= 0.85 |" in table and "MISSED" in table
+
+
+@pytest.mark.parametrize("bar", bars.BARS, ids=str)
+def test_bars_name_what_is_measured(bar):
+    assert bar.figure in bars.FIGURES
+    assert bar.subject in bench_crossover.PRESETS[bar.source].arms
+
+
+class FakeEvent:
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.waited_for = False
+
+    def record(self):
+        FakeEvent.now += 5.0
+        self.time = FakeEvent.now
+
+    def synchronize(self):
+        self.waited_for = True
+
+    def elapsed_time(self, end):
+        assert end.waited_for
+        return end.time - self.time
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_ops_on_a_gpu_are_timed_by_events(monkeypatch, capturing):
+    import torch
+
+    from keyformer_vllm import ops
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(ops, "select_keep", lambda *_, impl: impl)
+    original = ops.select_keep
+    phases = iter(["prefill", "decode", "decode"])
+    clock = op_clock.OpClock(lambda: next(phases))
+    tensor = SimpleNamespace(is_cuda=True)
+    with clock.watching():
+        assert [ops.select_keep(tensor, impl="cuda") for _ in range(3)] == ["cuda"] * 3
+    assert ops.select_keep is original
+    # 5 ms lie between the events of a call.
+    expected = {"prefill": {"select_keep": 0.005}, "decode": {"select_keep": 0.01}}
+    for _ in range(2):  # asking again adds nothing
+        assert clock.seconds() == ({} if capturing else expected)
+
+
 def made_up_round(seconds, **changes):
     times = {"0": [1.0, 1.5, 2.5], "1": [2.0, 2.5, seconds]}
     figures = {
@@ -187,7 +313,7 @@ def made_up_result(tmp_path):
     for point in bench_crossover.list_points(args):
         specs = bench_crossover.list_specs(args, point)
         base = made_up_arm("off", [made_up_round(4.0), made_up_round(6.0)])
-        ops = {"score_keys": 0.5}
+        ops = {"prefill": {"score_keys": 0.25}, "decode": {"score_keys": 0.25}}
         fast = made_up_arm(
             "keyformer:0.5",
             [
@@ -234,6 +360,7 @@ def test_figures_are_those_of_the_rounds(made_up_result):
     assert off["steps"] == {"prefill": 4, "decode": 8}
     assert (kept["freed_blocks"], kept["preemptions"]) == (3, 1)
     assert kept["share_percent"] == {"score_keys": 6.25}
+    assert kept["op_seconds"]["decode"] == {"score_keys": 0.25}
 
 
 def test_an_earlier_result_is_shown_and_drawn(made_up_result, tmp_path):
