@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -71,8 +72,17 @@ def describe_machine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    gpu: list[str] = []
+    if shutil.which("nvidia-smi"):
+        gpu = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.splitlines()
     return {
         "cpu": model,
+        **({"gpu": gpu[0]} if gpu else {}),
         "cores": len(os.sched_getaffinity(0)),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
         "commit": commit or "unknown",

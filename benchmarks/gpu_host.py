@@ -22,6 +22,7 @@ import common
 
 PARTS_OF_A_BUILD = ("install",)
 PARTS_OF_A_TEST = ("ops-tests", "sanitize")
+PARTS_WITH_THE_MODEL = ("ample", "tight", "prefill-bound")
 
 
 class MissingError(Exception):
@@ -96,6 +97,13 @@ def find_gpu() -> str:
     return f"{facts.name}, sm_{facts.major}{facts.minor}, {memory:.0f} GiB"
 
 
+def find_model() -> str:
+    named = os.environ.get("LLAMA8B")
+    if not named or not (Path(named) / "config.json").is_file():
+        raise MissingError(f"LLAMA8B={named or ''} names no model folder")
+    return named
+
+
 CHECKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "GPU": (find_gpu, ()),
     "torch": (find_torch, ()),
@@ -111,6 +119,7 @@ CHECKS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
         lambda: find_program("compute-sanitizer", "--version"),
         ("sanitize",),
     ),
+    "8B-shaped model": (find_model, PARTS_WITH_THE_MODEL),
 }
 """Name to what looks for it, and the parts that need it; none: all do."""
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bars
 import common
 from common import ROOT, UsageError
 from part_runner import OK, Outcome, Part, adopt_orphans, run_parts, summary
@@ -27,11 +28,15 @@ PARTS = {
     "host": ("is what is needed there?", 40),
     "install": ("does it build, and does vLLM find its entry points?", 150),
     "ops-tests": ("do the kernels agree with their references?", 100),
+    "ample": ("room for all: is a decode step shorter?", 210),
+    "tight": ("a small pool: more requests, more tokens per second?", 300),
+    "prefill-bound": ("long prompts, short answers: what do scores cost?", 300),
     "sanitize": ("does compute-sanitizer find anything in the kernels?", 420),
 }
 """Name to the question it answers and its limit in seconds, in the order of running."""
 
-DEFAULT_PARTS = ("host", "install", "ops-tests")
+DEFAULT_PARTS = ("host", "install", "ops-tests", "ample", "tight")
+CROSSOVER_PARTS = ("ample", "tight", "prefill-bound")
 TOTAL_SECONDS = 520.0
 
 _COPY_BACK = """
@@ -123,6 +128,10 @@ def make_parts(args: argparse.Namespace) -> list[Part]:
         "ops-tests": [[gpu_ops]],
         "sanitize": [[gpu_ops, "sanitize"]],
     }
+    for name in CROSSOVER_PARTS:
+        # Its weights are random, and every arm has a process of its own.
+        options = ["--preset", f"gpu-{name}", "--model", os.environ.get("LLAMA8B", "")]
+        commands[name] = [script("bench_crossover.py", name, *options)]
     return [
         Part(
             name,
@@ -166,6 +175,17 @@ def format_parts(outcomes: Sequence[Outcome]) -> str:
     return common.format_table(columns, rows)
 
 
+def collect_bars(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What has to be reached, and what the parts that ran say of it."""
+    rows: list[dict[str, Any]] = []
+    for name in CROSSOVER_PARTS:
+        path, source = result_of(args, name), f"gpu-{name}"
+        points = common.read_result(path)["points"] if path.is_file() else []
+        judged = [row for point in points for row in point["bars"]]
+        rows += judged or bars.not_measured(source)
+    return rows
+
+
 def show_commands(parts: Sequence[Part]) -> None:
     for part in parts:
         print(f"{part.name}, {part.seconds} s: {part.question}")
@@ -185,6 +205,7 @@ def run(args: argparse.Namespace) -> bool:
         "settings": common.settings_of(args),
         "wheels": [],
         "parts": [],
+        "bars": collect_bars(args),
     }
     if args.wheels is not None:
         found["wheels"] = unpack_wheels(args.wheels, args.output / "site")
@@ -199,9 +220,10 @@ def run(args: argparse.Namespace) -> bool:
             common.say(f"    {line}")
         # After every part: whoever ends this script keeps what there is.
         found["parts"] = summary(outcomes)
+        found["bars"] = collect_bars(args)
         text = json.dumps(common.round_floats(found))
         (args.output / "gpu_run.json").write_text(text + "\n", encoding="utf-8")
-    print(format_parts(outcomes), flush=True)
+    print(f"{format_parts(outcomes)}\n\n{bars.format_bars(found['bars'])}", flush=True)
     return all(one.status == OK for one in outcomes)
 
 

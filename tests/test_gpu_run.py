@@ -11,6 +11,7 @@ import textwrap
 import zipfile
 from pathlib import Path
 
+import bars
 import common
 import gpu_host
 import gpu_run
@@ -211,9 +212,23 @@ def test_a_host_without_a_gpu_says_so_and_the_run_fails(tmp_path):
     assert found["GPU"]["detail"] == "torch sees no GPU"
     assert found["pytest"]["found"] and "nvcc" not in found
     assert "torch sees no GPU here" in "\n".join(result["parts"][1]["tail"])
-    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == [
+    parts, judged = done.stdout.split("\n\n")
+    assert [line.split("|")[1].strip() for line in parts.splitlines()[2:]] == [
         *("host", "ops-tests")
     ]
+    assert judged.count("not measured") == len(bars.BARS)
+
+
+def test_bars_of_the_parts_that_ran_are_collected(tmp_path):
+    args = gpu_run.build_parser().parse_args(["--output", str(tmp_path)])
+    (tmp_path / "ample.json").write_text(
+        json.dumps({"points": [{"bars": [{"source": "gpu-ample", "verdict": "met"}]}]})
+    )
+    rows = gpu_run.collect_bars(args)
+    found = [row["verdict"] for row in rows if row["source"] == "gpu-ample"]
+    assert found == ["met"]
+    others = {row["verdict"] for row in rows if row["source"] != "gpu-ample"}
+    assert others == {"not measured"}
 
 
 def test_every_part_that_a_check_names_exists():
