@@ -79,6 +79,8 @@ FIGURES: dict[str, tuple[str, Figure]] = {
 """Name to the direction of its bound, and how to get it from an arm and the first one,
 or from a row of the operators."""
 
+_FUSED = "paged_attention_scored, 64 x 4096"
+
 BARS = (
     Bar("gpu-ample", "keyformer:1.0", "tok/s against the first arm", 0.99),
     Bar("gpu-ample", "keyformer:0.5", "decode step against the first arm", 0.85),
@@ -97,12 +99,20 @@ BARS = (
         *("gpu-prefill-bound", "keyformer:0.5"),
         *("scores of prompts, share of the prefill steps", 0.2),
     ),
+    Bar("bench_ops", _FUSED, "share of the bandwidth of a copy", 0.8),
+    Bar("bench_ops", _FUSED, "against vLLM's attention", 1.1),
 )
 
 
 def judge_arms(preset: str, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bars of a preset, held to the arms of one point."""
     return _judge(preset, {arm["name"]: arm for arm in arms}, arms[0])
+
+
+def judge_ops(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bars of the operators, held to the rows of bench_ops."""
+    shown = {f"{r['name']}, {r['requests']} x {r['kv_len']}": r for r in rows}
+    return _judge("bench_ops", shown, {})
 
 
 def not_measured(source: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import bars
 import common
 from common import UsageError
 
@@ -25,6 +26,31 @@ if TYPE_CHECKING:
 
 GROUPS = ("decode", "prefill", "eviction", "check")
 COPY = "copy"
+SIZES = {
+    "block_size": "tokens in a block",
+    "requests": "that decode",
+    "kv_len": "tokens each holds",
+    "prompt_len": "tokens in the prefill group",
+    "copy_mib": "size of the copied buffer",
+}
+DEVICES = {
+    "cpu": {
+        "block_size": 32,
+        "requests": 8,
+        "kv_len": 2048,
+        "prompt_len": 2048,
+        "copy_mib": 128,
+    },
+    "cuda": {
+        "block_size": 16,
+        "requests": 64,
+        "kv_len": 4096,
+        "prompt_len": 4096,
+        "copy_mib": 2048,
+    },
+}
+"""Sizes that a device is measured with unless told otherwise."""
+
 SCORE_TOLERANCE = 1e-3
 """Of scores that add up to one per query head and row; a wrong one is far off."""
 
@@ -36,21 +62,34 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         choices=("smollm2", "8b"),
-        default="smollm2",
-        help="heads and head size of SmolLM2-135M or of an 8B model",
+        help="heads and head size of SmolLM2-135M, or of an 8B model (default: the "
+        "first, on a GPU the second)",
     )
     for name in ("query-heads", "kv-heads", "head-size", "layers"):
         parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
     parser.add_argument("--dtype", default="bfloat16", help="of the cache")
-    parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument(
-        "--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="what to time"
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="cuda: timed by events, nothing in the L2, beside FlashAttention",
     )
-    parser.add_argument("--requests", type=int, default=8, help="that decode")
-    parser.add_argument("--kv-len", type=int, default=2048, help="tokens each holds")
     parser.add_argument(
-        "--prompt-len", type=int, default=2048, help="tokens in the prefill group"
+        "--impl", choices=("cuda", "triton"), default="cuda", help="on a GPU"
     )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=GROUPS,
+        help="what to time (default: all; the check is of the CPU's operators only)",
+    )
+    for name, text in SIZES.items():
+        here, there = (DEVICES[device][name] for device in ("cpu", "cuda"))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help=f"{text} (default: {here}, {there} on a GPU)",
+        )
     parser.add_argument(
         "--evict-requests", type=int, default=32, help="that evict in the same step"
     )
@@ -58,11 +97,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget-tokens", type=int, default=1024, help="tokens an eviction leaves"
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--copy-mib", type=int, default=128, help="size of the copied buffer"
-    )
     common.add_result_options(parser)
     return parser
+
+
+def apply_device(args: argparse.Namespace) -> None:
+    """Fill in what the options left open. Mutates `args`.
+
+    Raises:
+        UsageError: for a check on a GPU, where the operator tests are the check.
+    """
+    on_gpu = args.device == "cuda"
+    if args.groups is None:
+        args.groups = [name for name in GROUPS if not (on_gpu and name == "check")]
+    elif on_gpu and "check" in args.groups:
+        raise UsageError("--groups check is of the CPU's operators only")
+    args.shape = args.shape or ("8b" if on_gpu else "smollm2")
+    for name, size in DEVICES[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
 
 
 def make_shape(args: argparse.Namespace) -> Any:
@@ -91,21 +144,25 @@ def make_shape(args: argparse.Namespace) -> Any:
     return shape
 
 
-def make_copy(mib: int) -> tuple[Callable[[], object], int]:
+def make_copy(mib: int, device: str) -> tuple[Callable[[], object], int]:
     """A copy that no cache holds, and the bytes it reads and writes."""
     import torch
 
-    source = torch.ones(mib * 2**20, dtype=torch.int8)
+    source = torch.ones(mib * 2**20, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.numel()
 
 
 def time_group(
-    title: str, cases: list[Case], repeats: int, copy: tuple[Callable[[], object], int]
+    title: str,
+    cases: list[Case],
+    repeats: int,
+    copy: tuple[Callable[[], object], int],
+    time_call: Callable[[Callable[[], object]], float] = common.time_on_cpu,
 ) -> list[dict[str, Any]]:
     """Rows of the result for cases that are measured in turns."""
     functions = {COPY: copy[0], **{case.name: case.run for case in cases}}
-    seconds = common.measure_interleaved(functions, repeats, title)
+    seconds = common.measure_interleaved(functions, repeats, title, time_call)
     copy_rate = copy[1] / common.summarize(seconds[COPY])["median"]
     rows: list[dict[str, Any]] = []
     for case in cases:
@@ -139,6 +196,7 @@ def check_ops(args: argparse.Namespace, dtype: Any) -> list[dict[str, Any]]:
 
     import torch
     from op_cases import (
+        CpuTarget,
         Rows,
         compact_all,
         make_batch,
@@ -147,11 +205,9 @@ def check_ops(args: argparse.Namespace, dtype: Any) -> list[dict[str, Any]]:
         tau_of,
     )
 
-    from keyformer_vllm import ops
-
     shape = dataclasses.replace(make_shape(args), num_layers=2)
     size = args.block_size
-    start = make_batch(shape, 2, 4 * size + 1, size, dtype)
+    start = make_batch(shape, 2, 4 * size + 1, size, dtype, CpuTarget())
     keep = select_all(start, size)()
     slots = start.slots()[: 3 * size]
 
@@ -169,9 +225,8 @@ def check_ops(args: argparse.Namespace, dtype: Any) -> list[dict[str, Any]]:
         "reset_slots": lambda batch, impl: reset_all(batch, slots, impl),
         "select_keep": lambda batch, impl: select_all(batch, size, impl),
         "compact_kv": lambda batch, impl: compact_all(batch, size, keep, impl),
+        "paged_attention_scored": attending,
     }
-    if hasattr(ops, "paged_attention_scored"):
-        makers["paged_attention_scored"] = attending
     rows = []
     for name, make in makers.items():
         batches = {impl: start.clone() for impl in ("cpu", "reference")}
@@ -218,7 +273,14 @@ def _difference(got: Batch, want: Batch) -> float:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All groups that were asked for."""
     import torch
-    from op_cases import decode_cases, eviction_cases, make_batch, prefill_cases
+    from op_cases import (
+        CpuTarget,
+        GpuTarget,
+        decode_cases,
+        eviction_cases,
+        make_batch,
+        prefill_cases,
+    )
 
     from keyformer_vllm import ops
     from keyformer_vllm.ops.layout import check_layout
@@ -227,13 +289,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--dtype {args.dtype} is no torch dtype")
     shape = make_shape(args)
+    on_gpu = args.device == "cuda"
+    target = GpuTarget(args.impl, "cuda") if on_gpu else CpuTarget()
+    layout = "nhd" if on_gpu else "vec"
+    if on_gpu and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a GPU, and torch sees none")
     try:
-        ops.require_impl("cpu")
-        check_layout("vec", dtype.itemsize, args.block_size, shape.head_size)
+        ops.require_impl(target.impl)
+        check_layout(layout, dtype.itemsize, args.block_size, shape.head_size)
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from None
     torch.set_grad_enabled(False)
-    copy = make_copy(args.copy_mib)
+    copy = make_copy(args.copy_mib, args.device)
+    time_call = common.GpuTimer() if on_gpu else common.time_on_cpu
     block_size, budget = args.block_size, args.budget_tokens
     first = args.kv_len - budget
     # name, requests, tokens of each, cases
@@ -264,8 +332,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         layers = shape.num_layers
         title = f"{group}: {num_reqs} x {kv_len} tokens x {layers} layers"
         common.say(title)
-        batch = make_batch(shape, num_reqs, kv_len, block_size, dtype)
-        found = time_group(title, make_cases(batch), args.repeats, copy)
+        batch = make_batch(shape, num_reqs, kv_len, block_size, dtype, target)
+        found = time_group(title, make_cases(batch), args.repeats, copy, time_call)
         facts = {"group": group, "requests": num_reqs, "kv_len": kv_len}
         rows += [{**facts, **row} for row in found]
         del batch
@@ -275,21 +343,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if "check" in args.groups:
         checks = check_ops(args, dtype)
         common.say(format_checks(checks))
+    judged = bars.judge_ops(rows) if on_gpu else []
+    if judged:
+        common.say(bars.format_bars(judged))
     return {
         "benchmark": "ops",
         "machine": common.describe_machine(),
         "isa": ops.cpu.active_isa(),
         "settings": common.settings_of(args),
-        "shape": vars(shape) | {"layout": str(_layout(shape, dtype, block_size))},
+        "shape": vars(shape) | {"layout": target.layout(shape, dtype, block_size)},
         "rows": rows,
+        "bars": judged,
         "checks": checks,
     }
-
-
-def _layout(shape: Any, dtype: Any, block_size: int) -> str:
-    from op_cases import engine_layout
-
-    return engine_layout(shape, dtype, block_size)
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
@@ -363,6 +429,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     args = build_parser().parse_args()
+    apply_device(args)
     common.check_result_options(args)
     common.set_environment()
     common.write_result(args, measure(args), draw)

@@ -91,15 +91,53 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def time_on_cpu(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+class GpuTimer:
+    """Seconds that the work of a call takes on a GPU that has nothing of it in its L2.
+
+    Between two events; before the first, the GPU is kept busy, so that all of the
+    work is there when it gets to it.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        size = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+        self._other = torch.empty(size, dtype=torch.int8, device="cuda")
+
+    def __call__(self, function: Callable[[], object]) -> float:
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self._other.zero_()
+        torch.cuda._sleep(4_000_000)  # cycles, about 2 ms
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
 def measure_interleaved(
     functions: Mapping[str, Callable[[], object]],
     repeats: int,
     description: str,
+    time_call: Callable[[Callable[[], object]], float] = time_on_cpu,
 ) -> dict[str, list[float]]:
     """Time functions in turns (A B C A B C ...), after one warm-up turn.
 
     Machines that are shared change speed within minutes; taking turns lets every
     function see the same good and bad times.
+
+    Args:
+        time_call: calls a function and says how many seconds it took.
 
     Returns:
         Name to seconds, one per repeat.
@@ -109,9 +147,7 @@ def measure_interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in show_progress(range(repeats), description):
         for name, function in functions.items():
-            started = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time_call(function))
     return seconds
 
 

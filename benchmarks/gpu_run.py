@@ -28,6 +28,7 @@ PARTS = {
     "host": ("is what is needed there?", 40),
     "install": ("does it build, and does vLLM find its entry points?", 150),
     "ops-tests": ("do the kernels agree with their references?", 100),
+    "bench-ops": ("how fast is each kernel, beside vLLM's attention?", 80),
     "ample": ("room for all: is a decode step shorter?", 210),
     "tight": ("a small pool: more requests, more tokens per second?", 300),
     "prefill-bound": ("long prompts, short answers: what do scores cost?", 300),
@@ -35,8 +36,14 @@ PARTS = {
 }
 """Name to the question it answers and its limit in seconds, in the order of running."""
 
-DEFAULT_PARTS = ("host", "install", "ops-tests", "ample", "tight")
+DEFAULT_PARTS = ("host", "install", "ops-tests", "bench-ops", "ample", "tight")
 CROSSOVER_PARTS = ("ample", "tight", "prefill-bound")
+JUDGED_PARTS = {
+    "bench-ops": "bench_ops",
+    **{name: f"gpu-{name}" for name in CROSSOVER_PARTS},
+}
+"""Part to the source of its bars."""
+
 TOTAL_SECONDS = 520.0
 
 _COPY_BACK = """
@@ -126,6 +133,7 @@ def make_parts(args: argparse.Namespace) -> list[Part]:
             [python, "-c", _FIND_ENTRY_POINT],
         ],
         "ops-tests": [[gpu_ops]],
+        "bench-ops": [script("bench_ops.py", "bench-ops", "--device", "cuda")],
         "sanitize": [[gpu_ops, "sanitize"]],
     }
     for name in CROSSOVER_PARTS:
@@ -178,11 +186,14 @@ def format_parts(outcomes: Sequence[Outcome]) -> str:
 def collect_bars(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What has to be reached, and what the parts that ran say of it."""
     rows: list[dict[str, Any]] = []
-    for name in CROSSOVER_PARTS:
-        path, source = result_of(args, name), f"gpu-{name}"
-        points = common.read_result(path)["points"] if path.is_file() else []
-        judged = [row for point in points for row in point["bars"]]
-        rows += judged or bars.not_measured(source)
+    for name, source in JUDGED_PARTS.items():
+        path = result_of(args, name)
+        result = common.read_result(path) if path.is_file() else {"bars": []}
+        # bench_crossover judges point by point.
+        parts = result.get("points", [result])
+        rows += [row for one in parts for row in one["bars"]] or bars.not_measured(
+            source
+        )
     return rows
 
 

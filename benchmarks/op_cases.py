@@ -59,6 +59,7 @@ class Batch:
     """Requests of equal length in a paged cache of `shape.num_layers` layers."""
 
     shape: Shape
+    target: Target
     layout: str
     kv_cache: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, block_size, 2*D]
     block_table: torch.Tensor  # [num_reqs, blocks per request] int32
@@ -92,7 +93,7 @@ class Batch:
 
     def slots(self) -> torch.Tensor:
         """[num_reqs * kv_len] slots of all tokens, request after request."""
-        index = torch.arange(self.kv_len)
+        index = torch.arange(self.kv_len, device=self.kv_cache.device)
         blocks = self.block_table.long()[:, index // self.block_size]
         return (blocks * self.block_size + index % self.block_size).flatten()
 
@@ -105,14 +106,165 @@ class Batch:
         key, value = pages.chunk(2, dim=2)
         return key, value
 
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, [num_blocks, block_size, num_kv_heads, head_size]."""
+        pages = self.kv_cache[layer].transpose(1, 2)
+        key, value = pages.chunk(2, dim=-1)
+        return key, value
+
     def clone(self) -> Batch:
         """The same content in a storage of its own."""
         storage = self.kv_cache.untyped_storage().clone()
-        empty = torch.empty(0, dtype=self.kv_cache.dtype)
+        empty = torch.empty(0, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
         copy = empty.set_(
             storage, 0, tuple(self.kv_cache.shape), self.kv_cache.stride()
         )
-        return Batch(self.shape, self.layout, copy, self.block_table, self.kv_lens)
+        return Batch(
+            *(self.shape, self.target, self.layout, copy),
+            *(self.block_table, self.kv_lens),
+        )
+
+
+class Target:
+    """Whose operators are timed, and vLLM's beside them.
+
+    Args:
+        impl: one of `ops.IMPLS`.
+        device: where the tensors are.
+    """
+
+    def __init__(self, impl: str, device: str) -> None:
+        self.impl, self.device = impl, torch.device(device)
+
+    def layout(self, shape: Shape, dtype: torch.dtype, block_size: int) -> str:
+        """The packing that vLLM chooses here."""
+        raise NotImplementedError
+
+    def writer(
+        self, batch: Batch, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> Callable[[], None]:
+        """vLLM's operator that stores tokens, in all layers.
+
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_size].
+            slots: [num_tokens] int64.
+        """
+        raise NotImplementedError
+
+    def attention(self, rows: Rows) -> Callable[[], None]:
+        """vLLM's attention in all layers, the work plan made once as in a step."""
+        raise NotImplementedError
+
+
+class CpuTarget(Target):
+    """The C++ operators and vLLM's CPU attention."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "cpu")
+
+    def layout(self, shape: Shape, dtype: torch.dtype, block_size: int) -> str:
+        return engine_layout(shape, dtype, block_size)
+
+    def writer(
+        self, batch: Batch, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> Callable[[], None]:
+        def run() -> None:
+            for layer in range(batch.shape.num_layers):
+                compat.cpu_ops.cpu_attn_reshape_and_cache(
+                    key, value, *batch.layer(layer), slots, batch.layout
+                )
+
+        return run
+
+    def attention(self, rows: Rows) -> Callable[[], None]:
+        batch, shape = rows.batch, rows.batch.shape
+        plan = compat.cpu_ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=batch.num_reqs,
+            num_heads=shape.num_query_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_size,
+            seq_lens=batch.kv_lens,
+            dtype=batch.kv_cache.dtype,
+            query_start_loc=rows.start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=batch.layout,
+            enable_kv_split=compat.vllm_envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+
+        def run() -> None:
+            for layer in range(shape.num_layers):
+                key, value = batch.layer(layer)
+                compat.cpu_ops.cpu_attention_with_kv_cache(
+                    query=rows.query,
+                    key_cache=key,
+                    value_cache=value,
+                    output=rows.output,
+                    query_start_loc=rows.start_loc,
+                    seq_lens=batch.kv_lens,
+                    scale=rows.scale,
+                    causal=True,
+                    alibi_slopes=None,
+                    sliding_window=-1,
+                    block_table=batch.block_table,
+                    softcap=0.0,
+                    scheduler_metadata=plan,
+                    s_aux=None,
+                )
+
+        return run
+
+
+class GpuTarget(Target):
+    """CUDA or Triton operators and vLLM's FlashAttention.
+
+    FlashAttention gets no work plan made ahead, and splits long sequences by its own
+    rule, as it does in a step without CUDA graphs.
+    """
+
+    def layout(self, shape: Shape, dtype: torch.dtype, block_size: int) -> str:
+        return "nhd"
+
+    def writer(
+        self, batch: Batch, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> Callable[[], None]:
+        from vllm import _custom_ops
+
+        one = torch.ones(1, device=self.device)
+
+        def run() -> None:
+            for layer in range(batch.shape.num_layers):
+                _custom_ops.reshape_and_cache_flash(
+                    key, value, *batch.rows(layer), slots, "auto", one, one
+                )
+
+        return run
+
+    def attention(self, rows: Rows) -> Callable[[], None]:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import FA3_AVAILABLE
+
+        batch = rows.batch
+
+        def run() -> None:
+            for layer in range(batch.shape.num_layers):
+                key, value = batch.rows(layer)
+                flash_attn_varlen_func(
+                    rows.query,
+                    key,
+                    value,
+                    out=rows.output,
+                    cu_seqlens_q=rows.start_loc,
+                    max_seqlen_q=rows.num_rows,
+                    seqused_k=batch.kv_lens,
+                    max_seqlen_k=batch.kv_len,
+                    softmax_scale=rows.scale,
+                    causal=True,
+                    block_table=batch.block_table,
+                    fa_version=3 if FA3_AVAILABLE else 2,
+                )
+
+        return run
 
 
 def engine_layout(shape: Shape, dtype: torch.dtype, block_size: int) -> str:
@@ -131,10 +283,12 @@ def make_batch(
     kv_len: int,
     block_size: int,
     dtype: torch.dtype,
+    target: Target,
     seed: int = 0,
 ) -> Batch:
     """Random tokens in permuted blocks, every layer the same; block 0 stays null."""
     generator = torch.Generator().manual_seed(seed)
+    device, layout = target.device, target.layout(shape, dtype, block_size)
     per_request = -(-kv_len // block_size)
     num_blocks = 1 + num_reqs * per_request
     kv_cache = allocate_cache(
@@ -144,28 +298,28 @@ def make_batch(
         block_size,
         shape.head_size,
         dtype,
-    )
+        layout=layout,
+    ).to(device)
     blocks = torch.randperm(num_blocks - 1, generator=generator) + 1
     batch = Batch(
         shape,
-        engine_layout(shape, dtype, block_size),
+        target,
+        layout,
         kv_cache,
-        blocks.view(num_reqs, per_request).int(),
-        torch.full((num_reqs,), kv_len, dtype=torch.int32),
+        blocks.view(num_reqs, per_request).int().to(device),
+        torch.full((num_reqs,), kv_len, dtype=torch.int32, device=device),
     )
     slots = batch.slots()
     size = (len(slots), shape.num_kv_heads, shape.head_size)
-    key = torch.randn(size, generator=generator).to(dtype)
-    value = torch.randn(size, generator=generator).to(dtype)
-    positions = torch.arange(kv_len).repeat(num_reqs)
+    key = torch.randn(size, generator=generator).to(device, dtype)
+    value = torch.randn(size, generator=generator).to(device, dtype)
+    positions = torch.arange(kv_len, device=device).repeat(num_reqs)
     scores = torch.rand(
         (shape.num_layers, len(slots), shape.num_kv_heads), generator=generator
-    )
+    ).to(device)
     block, offset = slots // block_size, slots % block_size
+    target.writer(batch, key, value, slots)()
     for layer in range(shape.num_layers):
-        compat.cpu_ops.cpu_attn_reshape_and_cache(
-            key, value, *batch.layer(layer), slots, batch.layout
-        )
         batch.position[layer][block, :, offset] = positions[:, None].int()
         batch.score[layer][block, :, offset] = scores[layer]
     return batch
@@ -182,58 +336,27 @@ class Rows:
         shape, num_reqs = self.batch.shape, self.batch.num_reqs
         size = (num_reqs * self.num_rows, shape.num_query_heads, shape.head_size)
         generator = torch.Generator().manual_seed(1)
+        device = self.batch.kv_cache.device
         self.query = torch.randn(size, generator=generator).to(
-            self.batch.kv_cache.dtype
+            device, self.batch.kv_cache.dtype
         )
         self.output = torch.empty_like(self.query)
-        self.start_loc = torch.arange(num_reqs + 1, dtype=torch.int32) * self.num_rows
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+        self.start_loc = starts * self.num_rows
         first = self.batch.kv_len - self.num_rows
-        self.positions = (first + torch.arange(self.num_rows)).repeat(num_reqs)
-        self.noise_keys = torch.arange(1, num_reqs + 1)
+        own = first + torch.arange(self.num_rows, device=device)
+        self.positions = own.repeat(num_reqs)
+        self.noise_keys = torch.arange(1, num_reqs + 1, device=device)
         self.scale = shape.head_size**-0.5
 
     def attend(self) -> Callable[[], None]:
-        """vLLM's attention in all layers, the work plan made once as in a step."""
-        batch, shape = self.batch, self.batch.shape
-        plan = compat.cpu_ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=batch.num_reqs,
-            num_heads=shape.num_query_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_size,
-            seq_lens=batch.kv_lens,
-            dtype=batch.kv_cache.dtype,
-            query_start_loc=self.start_loc,
-            causal=True,
-            sliding_window_size=-1,
-            isa=batch.layout,
-            enable_kv_split=compat.vllm_envs.VLLM_CPU_ATTN_SPLIT_KV,
-        )
+        """vLLM's attention in all layers."""
+        return self.batch.target.attention(self)
 
-        def run() -> None:
-            for layer in range(shape.num_layers):
-                key, value = batch.layer(layer)
-                compat.cpu_ops.cpu_attention_with_kv_cache(
-                    query=self.query,
-                    key_cache=key,
-                    value_cache=value,
-                    output=self.output,
-                    query_start_loc=self.start_loc,
-                    seq_lens=batch.kv_lens,
-                    scale=self.scale,
-                    causal=True,
-                    alibi_slopes=None,
-                    sliding_window=-1,
-                    block_table=batch.block_table,
-                    softcap=0.0,
-                    scheduler_metadata=plan,
-                    s_aux=None,
-                )
-
-        return run
-
-    def score(self, tau: torch.Tensor, impl: str = "cpu") -> Callable[[], None]:
+    def score(self, tau: torch.Tensor, impl: str | None = None) -> Callable[[], None]:
         """score_keys in all layers; rows with tau 0 are left out."""
-        batch = self.batch
+        batch, tau = self.batch, tau.to(self.batch.kv_cache.device)
+        impl = impl or batch.target.impl
 
         def run() -> None:
             for layer in range(batch.shape.num_layers):
@@ -252,9 +375,12 @@ class Rows:
 
         return run
 
-    def attend_scored(self, tau: torch.Tensor, impl: str = "cpu") -> Callable[[], None]:
+    def attend_scored(
+        self, tau: torch.Tensor, impl: str | None = None
+    ) -> Callable[[], None]:
         """paged_attention_scored in all layers."""
-        batch = self.batch
+        batch, tau = self.batch, tau.to(self.batch.kv_cache.device)
+        impl = impl or batch.target.impl
 
         def run() -> None:
             for layer in range(batch.shape.num_layers):
@@ -318,8 +444,7 @@ def decode_cases(batch: Batch) -> list[Case]:
             batch.block_size,
         ),
     ]
-    # The operator is optional: it is there where the package offers the fused mode.
-    if hasattr(ops, "paged_attention_scored"):
+    if batch.target.impl != "triton":  # which has no such kernel
         cases += [
             Case(
                 "paged_attention_scored",
@@ -336,14 +461,8 @@ def decode_cases(batch: Batch) -> list[Case]:
         ]
     store = "write K and V (vLLM)"
     size = (batch.num_reqs, batch.shape.num_kv_heads, batch.shape.head_size)
-    token = torch.randn(size).to(batch.kv_cache.dtype)
-
-    def write() -> None:
-        for layer in range(batch.shape.num_layers):
-            compat.cpu_ops.cpu_attn_reshape_and_cache(
-                token, token, *batch.layer(layer), slots, batch.layout
-            )
-
+    token = torch.randn(size).to(batch.kv_cache.device, batch.kv_cache.dtype)
+    write = batch.target.writer(batch, token, token, slots)
     cases += [
         Case(store, write, 2 * written * 2 * batch.shape.head_size * item),
         Case("reset_slots, 1 row", reset_all(batch, slots), written * 8, store),
@@ -395,10 +514,11 @@ def eviction_cases(batch: Batch, num_evict: int, label: str) -> list[Case]:
 
 
 def reset_all(
-    batch: Batch, slots: torch.Tensor, impl: str = "cpu"
+    batch: Batch, slots: torch.Tensor, impl: str | None = None
 ) -> Callable[[], None]:
     """reset_slots, which takes all layers at once."""
-    positions = torch.arange(len(slots))
+    positions = torch.arange(len(slots), device=slots.device)
+    impl = impl or batch.target.impl
 
     def run() -> None:
         ops.reset_slots(batch.score, batch.position, slots, positions, impl=impl)
@@ -407,14 +527,15 @@ def reset_all(
 
 
 def select_all(
-    batch: Batch, num_evict: int, impl: str = "cpu"
+    batch: Batch, num_evict: int, impl: str | None = None
 ) -> Callable[[], torch.Tensor]:
     """select_keep for all requests, token by token and by score."""
-    num_reqs = batch.num_reqs
+    num_reqs, device = batch.num_reqs, batch.kv_cache.device
+    impl = impl or batch.target.impl
     window = int(RECENT_SHARE * (batch.kv_len - num_evict))
 
     def full(value: int) -> torch.Tensor:
-        return torch.full((num_reqs,), value, dtype=torch.int32)
+        return torch.full((num_reqs,), value, dtype=torch.int32, device=device)
 
     arguments: tuple[Any, ...] = (
         batch.score,
@@ -425,17 +546,18 @@ def select_all(
         full(SINKS),
         full(batch.kv_len - window),
         full(1),
-        torch.zeros(num_reqs, dtype=torch.bool),
-        torch.arange(1, num_reqs + 1),
+        torch.zeros(num_reqs, dtype=torch.bool, device=device),
+        torch.arange(1, num_reqs + 1, device=device),
     )
     return lambda: ops.select_keep(*arguments, max_kv_len=batch.kv_len, impl=impl)
 
 
 def compact_all(
-    batch: Batch, num_evict: int, keep: torch.Tensor, impl: str = "cpu"
+    batch: Batch, num_evict: int, keep: torch.Tensor, impl: str | None = None
 ) -> Callable[[], None]:
     """compact_kv for all requests; again and again the same moves."""
-    evicted = torch.full((batch.num_reqs,), num_evict, dtype=torch.int32)
+    impl = impl or batch.target.impl
+    evicted = torch.full_like(batch.kv_lens, num_evict)
     return lambda: ops.compact_kv(
         batch.kv_cache,
         batch.score,
