@@ -77,7 +77,7 @@ def select_keep(
 def _rank_of_score(score):
     """float32 to uint64, in its upper half, of the opposite order; NaN last."""
     bits = (score + 0.0).to(tl.uint32, bitcast=True)  # -0 equals +0
-    rank = tl.where(bits >> 31 != 0, bits, ~bits & 0x7FFFFFFF)
+    rank = tl.where(bits >> 31 != 0, bits, bits ^ 0x7FFFFFFF)
     rank = tl.where(score != score, 0xFFFFFFFF, rank)
     return rank.to(tl.uint64) << 32
 
@@ -86,8 +86,8 @@ def _rank_of_score(score):
 def _rank_of_sum(total):
     """float64 to uint64 of the opposite order; NaN last."""
     bits = (total + 0.0).to(tl.uint64, bitcast=True)
-    rank = tl.where(bits >> 63 != 0, bits, ~bits & 0x7FFFFFFFFFFFFFFF)
-    return tl.where(total != total, ~(bits ^ bits), rank)
+    rank = tl.where(bits >> 63 != 0, bits, bits ^ 0x7FFFFFFFFFFFFFFF)
+    return tl.where(total != total, (bits ^ bits) - 1, rank)
 
 
 @triton.jit
@@ -233,14 +233,14 @@ def _select_kernel(
     bits_left = 64
     while (bits_left > lowest_bit) & (wanted < equal):
         bits_left -= 8
-        above = ~((one << bits_left << 8) - 1)
+        below = (one << bits_left << 8) - 1
         counts = tl.zeros([256], dtype=tl.int32)
         for start in range(0, kv_len, SLOTS):
             slot = start + tl.arange(0, SLOTS)
             exists = slot < kv_len
             rank = tl.load(ranks_ptr + slot, mask=exists, other=0)
             rank = rank.to(tl.uint64, bitcast=True)
-            match = exists & ((rank & above) == (bound & above))
+            match = exists & ((rank | below) == (bound | below))
             digit = ((rank >> bits_left) & 255).to(tl.int32)
             counts += tl.histogram(digit, 256, mask=match)
         digit, before, equal = _find_digit(counts, wanted)
