@@ -36,6 +36,8 @@ POLICY_NAMES = tuple(POLICIES)
 BUDGET_BASES = ("prompt", "sequence")
 NOISES = ("gumbel", "none")
 SCORE_MODES = ("auto", "deferred", "step", "fused")
+KERNELS = ("auto", "cuda", "triton")
+ATTENTIONS = ("FLASH_ATTN", "TRITON_ATTN")
 SELECTIONS = ("token", "block")
 POSITIONS = ("original", "compact")
 
@@ -79,10 +81,15 @@ class KeyformerConfig:
             until their request evicts, ``step`` scores each in its own step, ``fused``
             while it attends, in a kernel of our own. ``auto`` takes ``fused`` where
             that kernel is needed or was measured to be faster, and else ``deferred``.
+        kernels: what scores, selects and moves on a GPU: ``auto`` is ``cuda``, the
+            compiled extension; ``triton`` for where that cannot be built.
         select: ``token``, or ``block`` for whole runs of 16 positions.
         positions: what attention takes a token's position for: ``original``, or
             ``compact``, its place among the tokens retained; only models with ALiBi.
         trace: file that receives one JSON line per step and request, or None.
+        attention: what attends on a GPU; has no flag of its own, because it is set
+            from vLLM's ``--attention-backend``.
+        reference_kernels: use the operators in plain PyTorch, for tests; has no flag.
         poison_freed: fill freed blocks with NaN and huge values, to show in tests
             that nobody reads them; has no flag.
         check_ranks: assert in every step that all tensor-parallel ranks hold and
@@ -105,9 +112,12 @@ class KeyformerConfig:
     seed: int = 0
     score_queries: str = "all"
     score_mode: str = "auto"
+    kernels: str = "auto"
     select: str = "token"
     positions: str = "original"
     trace: str | None = None
+    attention: str = "FLASH_ATTN"
+    reference_kernels: bool = False
     poison_freed: bool = False
     check_ranks: bool = False
 
@@ -130,6 +140,8 @@ class KeyformerConfig:
         _check_int("kv_seed", self.seed, 0, 2**63 - 1)
         _parse_score_queries(self.score_queries)
         _check_choice("kv_score_mode", self.score_mode, SCORE_MODES)
+        _check_choice("kv_kernels", self.kernels, KERNELS)
+        _check_choice("kv_attention", self.attention, ATTENTIONS)
         _check_choice("kv_select", self.select, SELECTIONS)
         _check_choice("kv_positions", self.positions, POSITIONS)
         if self.trace is not None and (
@@ -138,7 +150,7 @@ class KeyformerConfig:
             raise KVPolicyError(
                 "kv_trace", f"kv_trace={shown(self.trace)} must be a file name"
             )
-        for name in ("poison_freed", "check_ranks"):
+        for name in ("reference_kernels", "poison_freed", "check_ranks"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise KVPolicyError(

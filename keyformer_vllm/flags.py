@@ -96,6 +96,12 @@ FLAGS = (
         "with AMX).",
     ),
     Flag(
+        "kernels",
+        str,
+        "WHICH",
+        "On a GPU: cuda (the compiled extension), triton, or auto (cuda).",
+    ),
+    Flag(
         "select",
         str,
         "UNIT",

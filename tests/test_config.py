@@ -26,8 +26,9 @@ from keyformer_vllm.flags import FLAGS, settings_from_flags
 NAN, INF = math.nan, math.inf
 HUGE_INT = 10**6000  # more digits than Python turns into text
 
-UNFLAGGED = ("check_ranks", "poison_freed")
+SWITCHES = ("check_ranks", "poison_freed", "reference_kernels")
 """For tests and debugging; they have no flag."""
+UNFLAGGED = ("attention", *SWITCHES)
 
 GOOD_VALUES = [
     *(("policy", name) for name in POLICY_NAMES),
@@ -45,7 +46,9 @@ GOOD_VALUES = [
     *(("select", value) for value in ("token", "block")),
     *(("positions", value) for value in ("original", "compact")),
     *(("trace", value) for value in (None, "trace.jsonl")),
-    *((name, value) for name in UNFLAGGED for value in (True, False)),
+    *(("kernels", value) for value in ("auto", "cuda", "triton")),
+    *(("attention", value) for value in ("FLASH_ATTN", "TRITON_ATTN")),
+    *((name, value) for name in SWITCHES for value in (True, False)),
 ]
 
 NOT_NUMBERS = ("abc", "", "0.5", None, [], [1, 2], {}, {"a": 1}, True, NAN)
@@ -69,7 +72,9 @@ BAD_VALUES = {
     "select": ("", "Token", "head", None, 1),
     "positions": ("", "Compact", "new", None, 1),
     "trace": ("", 1, [], {}),
-    **dict.fromkeys(sorted(UNFLAGGED), (0, 1, "true", "", None, [])),
+    "kernels": ("", "CUDA", "cpu", None, 1),
+    "attention": ("", "CUSTOM", "flash_attn", None, 1),
+    **dict.fromkeys(SWITCHES, (0, 1, "true", "", None, [])),
 }
 
 
@@ -123,9 +128,12 @@ def test_defaults_are_the_documented_ones():
         "seed": 0,
         "score_queries": "all",
         "score_mode": "auto",
+        "kernels": "auto",
         "select": "token",
         "positions": "original",
         "trace": None,
+        "attention": "FLASH_ATTN",
+        "reference_kernels": False,
         "poison_freed": False,
         "check_ranks": False,
     }

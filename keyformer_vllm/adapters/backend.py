@@ -16,7 +16,7 @@ from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
 from keyformer_vllm.adapters.score_batch import ScoreBatch
 from keyformer_vllm.adapters.scoring_impl import ScoringImpl
 from keyformer_vllm.config import KeyformerConfig
-from keyformer_vllm.ops.layout import LAYOUTS, page_bytes, probe_layout
+from keyformer_vllm.ops.layout import LAYOUTS, check_page, probe_layout
 
 
 class KeyformerCPUBackend(compat.CPUAttentionBackend):  # type: ignore[misc]
@@ -221,13 +221,7 @@ def _probe(kv_pages: torch.Tensor, layout: str, has_places: bool) -> None:
     """Write tokens with vLLM's own op and read them back through our views."""
     _, _, num_kv_heads, block_size, width = kv_pages.shape
     head_size = width // 2
-    element_size = kv_pages.element_size()
-    page = page_bytes(num_kv_heads, block_size, head_size, element_size, has_places)
-    found = kv_pages.stride(1) * element_size
-    if found != page:
-        raise RuntimeError(
-            f"KV pages are {found} bytes apart, side data was planned for {page}"
-        )
+    check_page(kv_pages, has_places)
 
     def write(
         key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor

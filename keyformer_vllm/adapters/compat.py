@@ -61,6 +61,39 @@ _NAMES = {
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadata",
     ),
+    "FlashAttentionBackend": (
+        "vllm.v1.attention.backends.flash_attn",
+        "FlashAttentionBackend",
+    ),
+    "FlashAttentionImpl": (
+        "vllm.v1.attention.backends.flash_attn",
+        "FlashAttentionImpl",
+    ),
+    "FlashAttentionMetadata": (
+        "vllm.v1.attention.backends.flash_attn",
+        "FlashAttentionMetadata",
+    ),
+    "FlashAttentionMetadataBuilder": (
+        "vllm.v1.attention.backends.flash_attn",
+        "FlashAttentionMetadataBuilder",
+    ),
+    "TritonAttentionBackend": (
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionBackend",
+    ),
+    "TritonAttentionImpl": (
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionImpl",
+    ),
+    "TritonAttentionMetadata": (
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadata",
+    ),
+    "TritonAttentionMetadataBuilder": (
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadataBuilder",
+    ),
+    "AttentionCGSupport": ("vllm.v1.attention.backend", "AttentionCGSupport"),
     "CPUAttentionMetadataBuilder": (
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadataBuilder",
@@ -68,6 +101,7 @@ _NAMES = {
     "async_tensor_h2d": ("vllm.utils.torch_utils", "async_tensor_h2d"),
     "EMPTY_MODEL_RUNNER_OUTPUT": ("vllm.v1.outputs", "EMPTY_MODEL_RUNNER_OUTPUT"),
     "cpu_attention_isa": ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"),
+    "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
     "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
     "cpu_ops": ("vllm", "_custom_ops"),
     "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
@@ -124,6 +158,16 @@ def to_device(array: Any, device: Any) -> Any:
     return __getattr__("async_tensor_h2d")(array, device)
 
 
+def fill_from_host(buffer: Any, array: Any) -> None:
+    """Copy a numpy array into a tensor of its shape and type; waits for nothing."""
+    __getattr__("async_tensor_h2d")(array, out=buffer)
+
+
+def on_gpu() -> bool:
+    """Whether vLLM runs on NVIDIA GPUs."""
+    return bool(current_platform().is_cuda())
+
+
 def metadata_builders(model_runner: Any) -> list[Any]:
     """The attention metadata builders of a model runner."""
     return [
@@ -160,6 +204,11 @@ def attach_step_counts(carrier: Any, counts: dict[str, int]) -> None:
         carrier: vLLM's ``ModelRunnerOutput`` or ``SchedulerStats``. Mutated.
         counts: keys start with ``keyformer:``.
     """
+    # Under async scheduling the output waits inside of another, of V2 or V1.
+    for name in ("model_runner_output", "_model_runner_output"):
+        carrier = getattr(carrier, name, carrier)
+    if carrier is None:  # the step ran no model
+        return
     if hasattr(carrier, "num_kv_fetch_reqs_by_stage"):
         carrier.num_kv_fetch_reqs_by_stage.update(counts)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,8 @@ from keyformer_vllm.adapters import (
     stat_logger,
     validation,
 )
-from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS
+from keyformer_vllm.adapters.gpu_rules import take_attention
+from keyformer_vllm.adapters.rules import SCHEDULER, WORKERS, platform_name
 from keyformer_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
     VERSION_KEY,
@@ -134,7 +136,9 @@ def prepare(engine_args: Any) -> KeyformerConfig | None:
     validation.check_engine_args(config.policy, engine_args)
     config.check_trace()
     engine_args.scheduler_cls = SCHEDULER
-    engine_args.worker_cls = WORKERS[compat.current_platform().device_type]
+    engine_args.worker_cls = WORKERS[platform_name()]
+    if compat.on_gpu():
+        config = dataclasses.replace(config, attention=take_attention(engine_args))
     engine_args.additional_config = {
         **additional,
         ADDITIONAL_CONFIG_KEY: config.to_mapping(),

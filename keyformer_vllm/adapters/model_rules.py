@@ -9,7 +9,6 @@ from typing import Any
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.query_ring import REMEDY, RingShape
 from keyformer_vllm.adapters.rules import (
-    BLOCK_SIZE_UNIT,
     CONNECTOR,
     CPU_V2,
     OWN_CLASS,
@@ -17,6 +16,8 @@ from keyformer_vllm.adapters.rules import (
     WORKERS,
     Rule,
     find_kv_events,
+    odd_block_size,
+    on_cpu,
     setting_if,
 )
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
@@ -305,15 +306,17 @@ OUTCOME_RULES = (
     Rule(
         "block size",
         lambda config: setting_if(
-            config.cache_config.block_size % BLOCK_SIZE_UNIT,
+            odd_block_size(config.cache_config.block_size),
             f"block size {config.cache_config.block_size}",
         ),
-        "the CPU cache layouts need a multiple of 32",
+        "the CPU cache layouts need a multiple of 32, those of GPUs of 16",
         "use --block-size 32, 64 or 128",
     ),
     Rule(
         "model runner V2",
-        lambda config: setting_if(config.use_v2_model_runner, "model runner V2"),
+        on_cpu(
+            lambda config: setting_if(config.use_v2_model_runner, "model runner V2")
+        ),
         CPU_V2,
         "set VLLM_USE_V2_MODEL_RUNNER=0 or drop --kv-policy",
     ),

@@ -79,7 +79,7 @@ class RingShape:
     @property
     def num_bytes(self) -> int:
         """Memory of the ring, in bytes."""
-        num_queries = self.num_layers * self.num_rows * self.depth
+        num_queries = self.num_layers * (self.num_rows * self.depth + 1)
         query_size = self.num_query_heads * self.head_size
         return num_queries * query_size * int(self.dtype.itemsize)
 
@@ -145,11 +145,11 @@ class QueryRing:
         self.depth = shape.depth
         self._table = table
         self._free = list(range(shape.num_rows))
-        # [num_layers, num_rows * depth, num_query_heads, head_size]
+        # [num_layers, num_rows * depth + 1, num_query_heads, head_size]
         self._queries = torch.empty(
             (
                 shape.num_layers,
-                shape.num_rows * shape.depth,
+                shape.num_rows * shape.depth + 1,
                 shape.num_query_heads,
                 shape.head_size,
             ),
@@ -160,12 +160,18 @@ class QueryRing:
         self._destination = torch.empty(shape.num_rows, dtype=torch.int64)
 
     @property
+    def padding(self) -> int:
+        """The last place: of queries that are to be written but not to wait."""
+        last: int = self._queries.shape[1] - 1
+        return last
+
+    @property
     def num_free(self) -> int:
         """Rows that no request holds."""
         return len(self._free)
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's queries, ``[num_rows * depth, num_query_heads, head_size]``."""
+        """One layer's queries, ``[num_places, num_query_heads, head_size]``."""
         return self._queries[index]
 
     def append(
@@ -187,7 +193,20 @@ class QueryRing:
         Returns:
             What the layers have to copy; its tensors are reused by the next call.
         """
-        table, count = self._table, len(rows)
+        count = len(rows)
+        destination = self._destination[:count]
+        destination.numpy()[:] = self.reserve(rows, positions)
+        if count == num_tokens:
+            return RingWrite(None, destination)
+        source = self._source[:count]
+        source.numpy()[:] = tokens
+        return RingWrite(source, destination)
+
+    def reserve(
+        self, rows: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """As :meth:`append`, but returns the places, int64 ``[num_queries]``."""
+        table = self._table
         waiting = table.column("num_waiting")
         ring_row, end = table.column("ring_row"), table.column("waiting_end")
         before = waiting[rows]
@@ -197,15 +216,10 @@ class QueryRing:
         ring_row[new] = [self._free.pop() for _ in range(len(new))]
         assert (before < self.depth).all(), before.max()
         assert ((before == 0) | (end[rows] == positions)).all(), (rows, positions)
-        destination = self._destination[:count]
-        np.add(ring_row[rows] * self.depth, before, out=destination.numpy())
         waiting[rows] = before + 1
         end[rows] = positions + 1
-        if count == num_tokens:
-            return RingWrite(None, destination)
-        source = self._source[:count]
-        source.numpy()[:] = tokens
-        return RingWrite(source, destination)
+        places: np.ndarray[Any, Any] = ring_row[rows] * self.depth + before
+        return places
 
     def drain(
         self, rows: np.ndarray[Any, Any]

@@ -21,6 +21,8 @@ _COLUMNS = {
     "uses_tau": np.bool_,
     "run_size": np.int32,
     "evicted_blocks": np.int32,
+    # Computed before the step, as the scheduler sees it; set by ``start_step``.
+    "num_computed": np.int64,
     "noise_key": np.int64,
     "num_prompt_tokens": np.int64,
     "max_tokens": np.int64,
@@ -104,6 +106,19 @@ class RequestTable:
         for request_id, entry in plan.evictions.items():
             row = self._rows[request_id]
             self._columns["evicted_blocks"][row] = entry.counts.evicted_blocks
+
+    def start_step(self, scheduler_output: Any) -> None:
+        """Note how many tokens the step's requests have computed before it.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the step, after
+                :meth:`update`.
+        """
+        computed = self._columns["num_computed"]
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[self._rows[new.req_id]] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        computed[self.rows_of(cached.req_ids)] = cached.num_computed_tokens
 
     def _add(self, request_id: str, params: RequestParams) -> None:
         row = self._rows.get(request_id)

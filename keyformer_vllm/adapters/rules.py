@@ -12,10 +12,11 @@ from keyformer_vllm.adapters import compat
 SCHEDULER = "keyformer_vllm.adapters.scheduler.make_scheduler"
 """What ``--scheduler-cls`` becomes."""
 
-WORKERS = {"cpu": "keyformer_vllm.adapters.worker.KeyformerCPUWorker"}
+WORKERS = {
+    "cpu": "keyformer_vllm.adapters.worker.KeyformerCPUWorker",
+    "cuda": "keyformer_vllm.adapters.gpu_worker.KeyformerGPUWorker",
+}
 """What ``--worker-cls`` becomes, by platform; others are refused."""
-
-BLOCK_SIZE_UNIT = 32
 
 CONNECTOR = "evicted and compacted blocks must not leave the engine as whole prompts"
 OWN_CLASS = "the policy brings its own"
@@ -44,10 +45,29 @@ def setting_if(condition: Any, setting: str) -> str | None:
     return setting if condition else None
 
 
+def platform_name() -> str:
+    """vLLM's platform: a key of :data:`WORKERS`, or one that is refused."""
+    # Not its device type: that of AMD's GPUs is "cuda" as well.
+    name: str = getattr(compat.current_platform(), "device_name", "")
+    return name
+
+
+def on_cpu(find: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """The same, but nothing is found on a GPU."""
+    return lambda subject: None if compat.on_gpu() else find(subject)
+
+
+def odd_block_size(size: int | None) -> bool:
+    """Whether no kernel serves blocks of this many tokens; None: vLLM chooses."""
+    return size is not None and size % (16 if compat.on_gpu() else 32) != 0
+
+
 def _other_platform(_: Any) -> str | None:
-    platform = compat.current_platform()
-    if platform.device_type not in WORKERS:
-        return f"the {platform.device_type or 'unknown'} platform"
+    name, platform = platform_name(), compat.current_platform()
+    if name not in WORKERS:
+        return f"the {name or 'unknown'} platform"
+    if name == "cuda":
+        return None
     architecture = platform.get_cpu_architecture().name
     return setting_if(architecture != "X86", f"a CPU of architecture {architecture}")
 
@@ -98,7 +118,7 @@ def _other_class(name: str, ours: str) -> Callable[[Any], str | None]:
 
 
 def _worker_class(args: Any) -> str | None:
-    ours = WORKERS.get(compat.current_platform().device_type, "auto")
+    ours = WORKERS.get(platform_name(), "auto")
     return _other_class("worker_cls", ours)(args)
 
 
@@ -131,7 +151,7 @@ ENVIRONMENT_RULES = (
     ),
     Rule(
         "model runner V2",
-        _forced_v2_runner,
+        on_cpu(_forced_v2_runner),
         CPU_V2,
         "unset VLLM_USE_V2_MODEL_RUNNER or drop --kv-policy",
     ),
@@ -141,7 +161,7 @@ ENGINE_ARGS_RULES = (
     Rule(
         "platform",
         _other_platform,
-        "this release supports the CPU platform on x86",
+        "this release supports CPUs of x86 and NVIDIA GPUs",
         "run it there or drop --kv-policy",
     ),
     Rule(
@@ -202,10 +222,9 @@ ENGINE_ARGS_RULES = (
     Rule(
         "block size",
         lambda args: setting_if(
-            args.block_size is not None and args.block_size % BLOCK_SIZE_UNIT,
-            f"--block-size {args.block_size}",
+            odd_block_size(args.block_size), f"--block-size {args.block_size}"
         ),
-        "the CPU cache layouts need a multiple of 32",
+        "the CPU cache layouts need a multiple of 32, those of GPUs of 16",
         "use --block-size 32, 64 or 128",
     ),
     Rule(

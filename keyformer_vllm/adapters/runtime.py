@@ -147,20 +147,26 @@ class WorkerRuntime:
         """
         return compat.to_device(array, self.kv_pages.device)
 
-    def execute_model(self, execute: Any, scheduler_output: Any, *args: Any) -> Any:
+    def execute_model(
+        self, execute: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Evict what the plan says, then run the step.
 
         Args:
             execute: the model runner's own ``execute_model``.
             scheduler_output: vLLM's ``SchedulerOutput`` with our plan on it.
             args: further arguments, handed through.
+            kwargs: the same; ``dummy_run`` marks a step that no scheduler made.
         """
+        if kwargs.get("dummy_run"):
+            return execute(scheduler_output, *args, **kwargs)
         plan = plan_of(scheduler_output)
         if self.ring is not None:
             gone = scheduler_output.finished_req_ids
             gone = gone.union(scheduler_output.preempted_req_ids or ())
             self.ring.release(self.table.known_rows(gone))
         self.table.update(scheduler_output, plan)
+        self.table.start_step(scheduler_output)
         # Ordered before this step's writes, and so before any reuse of the freed
         # blocks by another request; and as the plan demands among each other.
         with torch.inference_mode():
@@ -178,7 +184,7 @@ class WorkerRuntime:
             self.trace.record(self, scheduler_output, plan)
         self.in_step = True
         try:
-            return execute(scheduler_output, *args)
+            return execute(scheduler_output, *args, **kwargs)
         finally:
             self.in_step = False
 

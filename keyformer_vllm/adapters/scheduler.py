@@ -14,6 +14,7 @@ from typing import Any
 
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.accounting import REPORT_KEY, Accounting
+from keyformer_vllm.adapters.kernels import kernels_in_use
 from keyformer_vllm.adapters.kv_cache_manager import BlockCopies, KeyformerManager
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.plan import (
@@ -249,7 +250,9 @@ def describe_policy(
             f"; max_num_seqs={scheduling.max_num_seqs} caps it: "
             f"raise it to {capacity.running}"
         )
-    ring = ""
+    kernels = ring = ""
+    if compat.on_gpu():
+        kernels = f"{kernels_in_use(config)} kernels beside {config.attention}; "
     score_mode = score_mode_in_use(config, vllm_config)
     if score_mode == "deferred":
         shape = RingShape.of_model(vllm_config)
@@ -267,7 +270,7 @@ def describe_policy(
         f"block size {block_size}, side data {side} bytes "
         f"per block and layer{places} "
         f"({100 * side / spec.page_size_bytes:.1f} % of a page); "
-        f"{ring}"
+        f"{kernels}{ring}"
         f"{max_model_len}-token requests running at once: {capacity.running}, "
         f"{capacity.running_without_eviction} without eviction{cap}"
     )

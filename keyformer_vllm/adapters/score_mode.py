@@ -19,6 +19,8 @@ def score_mode_in_use(config: KeyformerConfig, vllm_config: Any) -> str:
         config: the server's policy.
         vllm_config: vLLM's configuration, block size decided.
     """
+    if compat.on_gpu():  # the only mode whose decode steps a graph can hold as yet
+        return "deferred"
     return config.score_mode_for(
         has_alibi=compat.uses_alibi(vllm_config),
         layout=compat.cpu_cache_layout(vllm_config),

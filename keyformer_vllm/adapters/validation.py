@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.gpu_rules import GPU_ARGS_RULES, GPU_OUTCOME_RULES
 from keyformer_vllm.adapters.model_rules import MODEL_RULES, OUTCOME_RULES
 from keyformer_vllm.adapters.rules import ENGINE_ARGS_RULES, ENVIRONMENT_RULES, Rule
 from keyformer_vllm.config import KVPolicyError
@@ -40,7 +41,7 @@ def check_engine_args(policy: str, engine_args: Any) -> None:
         KVPolicyError: one line for each violated rule.
     """
     check_environment(policy)
-    _refuse(policy, ENGINE_ARGS_RULES, engine_args)
+    _refuse(policy, (*ENGINE_ARGS_RULES, *GPU_ARGS_RULES), engine_args)
 
 
 def check_vllm_config(policy: str, vllm_config: Any) -> None:
@@ -51,7 +52,7 @@ def check_vllm_config(policy: str, vllm_config: Any) -> None:
     """
     # What a refused model made of the settings would only be noise.
     _refuse(policy, MODEL_RULES, vllm_config)
-    _refuse(policy, OUTCOME_RULES, vllm_config)
+    _refuse(policy, (*OUTCOME_RULES, *GPU_OUTCOME_RULES), vllm_config)
 
 
 def _refuse(policy: str, rules: Sequence[Rule], subject: Any) -> None:

@@ -118,6 +118,26 @@ def side_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return score, position
 
 
+def check_page(kv_pages: torch.Tensor, has_places: bool) -> None:
+    """Check that pages lie as far apart as they were planned.
+
+    Args:
+        kv_pages: [num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size].
+        has_places: whether slots also carry a place.
+
+    Raises:
+        RuntimeError: if they do not.
+    """
+    *_, num_kv_heads, block_size, width = kv_pages.shape
+    element_size = kv_pages.element_size()
+    page = page_bytes(num_kv_heads, block_size, width // 2, element_size, has_places)
+    found = kv_pages.stride(1) * element_size
+    if found != page:
+        raise RuntimeError(
+            f"KV pages are {found} bytes apart, side data was planned for {page}"
+        )
+
+
 def place_view(kv_cache: torch.Tensor) -> torch.Tensor:
     """View the places behind the positions of every page.
 
@@ -235,6 +255,7 @@ def probe_layout(
     block_size: int,
     dtype: torch.dtype,
     layout: str,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Check at start-up that the engine packs its cache the way this file says.
 
@@ -254,17 +275,17 @@ def probe_layout(
     check_layout(layout, itemsize, block_size, head_size)
     num_blocks = 4
     size = (1, num_blocks, num_kv_heads, block_size, head_size)
-    kv_cache = allocate_cache(*size, dtype, layout=layout)[0]
+    kv_cache = allocate_cache(*size, dtype, layout=layout, device=device)[0]
     score, position = side_views(kv_cache)
     score.fill_(1.5)
     position.fill_(-7)
     generator = torch.Generator().manual_seed(0)
     # Block 0 stays empty, like the engine's null block; one token is left out.
     num_tokens = (num_blocks - 1) * block_size - 1
-    slots = torch.randperm(num_tokens, generator=generator) + block_size
+    slots = torch.randperm(num_tokens, generator=generator).to(device) + block_size
     shape = (num_tokens, num_kv_heads, head_size)
-    key = torch.randn(shape, generator=generator).to(dtype)
-    value = torch.randn(shape, generator=generator).to(dtype)
+    key = torch.randn(shape, generator=generator).to(device, dtype)
+    value = torch.randn(shape, generator=generator).to(device, dtype)
     write_fn(key, value, kv_cache, slots)
     for name, tokens, view in (
         ("K", key, key_view(kv_cache, layout)),
@@ -295,6 +316,7 @@ def allocate_cache(
     *,
     has_places: bool = False,
     layout: str = "hnd",
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Allocate zeroed pages with room for side data, as the engine lays them out.
 
@@ -307,7 +329,8 @@ def allocate_cache(
         block-padded view of one storage.
     """
     page = page_bytes(num_kv_heads, block_size, head_size, dtype.itemsize, has_places)
-    raw = torch.zeros(num_layers * num_blocks * page, dtype=torch.int8)
+    num_bytes = num_layers * num_blocks * page
+    raw = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     page_elements = page // dtype.itemsize
     width = 2 * head_size
     by_head = (block_size * width, width, 1)

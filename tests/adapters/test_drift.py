@@ -156,6 +156,62 @@ SIGNATURES = {
         "output_scale",
         "output_block_scale",
     ],
+    **{
+        f"vllm.v1.attention.backends.{name}MetadataBuilder.build": [
+            "self",
+            "common_prefix_len",
+            "common_attn_metadata",
+            "fast_build",
+        ]
+        for name in ("flash_attn:FlashAttention", "triton_attn:TritonAttention")
+    },
+    **{
+        f"vllm.v1.attention.backends.{name}Impl.forward": [
+            "self",
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ]
+        for name in ("flash_attn:FlashAttention", "triton_attn:TritonAttention")
+    },
+    **{
+        f"vllm.v1.attention.backends.{name}Impl.do_kv_cache_update": [
+            "self",
+            "layer",
+            "key",
+            "value",
+            "kv_cache",
+            "slot_mapping",
+        ]
+        for name in ("flash_attn:FlashAttention", "triton_attn:TritonAttention")
+    },
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": [
+        "self",
+        "scheduler_output",
+        "intermediate_tensors",
+        "dummy_run",
+        "skip_attn_for_dummy_run",
+        "is_profile",
+        "context_len",
+        "valid_dummy_state_slots",
+        "randomize_inputs",
+    ],
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": [
+        "self",
+        "grammar_output",
+    ],
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ["self"],
+    "vllm.v1.worker.gpu_worker:Worker.initialize_from_config": [
+        "self",
+        "kv_cache_config",
+    ],
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": ["self"],
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.customize_spec": ["spec"],
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": [
         "dtype",
@@ -224,6 +280,8 @@ FIELDS = {
         "num_reqs",
         "num_actual_tokens",
         "max_seq_len",
+        "max_query_len",
+        "req_idx",
         "block_table_tensor",
         "slot_mapping",
         "positions",
@@ -293,6 +351,17 @@ SOURCES = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "self.input_batch.req_ids",
         "self.attn_groups",
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "self.req_states",
+        "self.attn_groups",
+    ),
+    "vllm.v1.worker.gpu.states:RequestState": ("self.index_to_req_id",),
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput": (
+        "self.model_runner_output = model_runner_output",
+    ),
+    "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput": (
+        "self._model_runner_output = model_runner_output",
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": (
         "layer.isa = self.isa",

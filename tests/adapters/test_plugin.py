@@ -38,6 +38,7 @@ ALL_FLAGS = {
     "seed": ("7", 7),
     "score_queries": ("last:32", "last:32"),
     "score_mode": ("step", "step"),
+    "kernels": ("triton", "triton"),
     "select": ("block", "block"),
     "positions": ("compact", "compact"),
     "trace": ("trace.jsonl", "trace.jsonl"),

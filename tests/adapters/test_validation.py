@@ -24,6 +24,7 @@ from tests.refused_models import REFUSED_MODELS, SERVED_MODELS, write_config
 
 VLLM_CONFIG_RULES = MODEL_RULES + OUTCOME_RULES
 POLICY = {"keyformer": {"policy": "keyformer"}}
+NO = lambda: False  # noqa: E731
 LINE = re.compile(
     r"--kv-policy keyformer cannot be combined with (?P<setting>[^\n]+?): "
     r"(?P<reason>[^\n]+); (?P<remedy>[^\n]+)"
@@ -305,11 +306,15 @@ def test_model_runner_v2_is_refused_when_vllm_chooses_it(served, monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "setting"),
     [
-        (types.SimpleNamespace(device_type="cuda"), "the cuda platform"),
-        (types.SimpleNamespace(device_type=""), "the unknown platform"),
+        (
+            types.SimpleNamespace(device_name="rocm", device_type="cuda", is_cuda=NO),
+            "the rocm platform",
+        ),
+        (types.SimpleNamespace(device_type="", is_cuda=NO), "the unknown platform"),
         (
             types.SimpleNamespace(
-                device_type="cpu",
+                device_name="cpu",
+                is_cuda=NO,
                 get_cpu_architecture=lambda: types.SimpleNamespace(name="ARM"),
             ),
             "a CPU of architecture ARM",
