@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Usage: .ci/gpu_ops.sh [sanitize]
+# Usage: .ci/gpu_ops.sh [sanitize | engine]
 #
 # The operator tests on a real GPU, against the same references as on a CPU. With
 # `sanitize`, some of them under compute-sanitizer, once per tool: it makes each take
-# many times as long. Fails where there is no GPU, because a skip would look like a pass.
+# many times as long. With `engine`, the tests of whole engines instead. Fails where there is no GPU, because a skip would look like a pass.
 # PYTHON names another interpreter than that of .venv.
 set -euo pipefail
 
@@ -23,6 +23,9 @@ fi
 case "${1:-}" in
   "")
     exec "$python" -m pytest tests/ops -m gpu -p no:xdist -q
+    ;;
+  engine)
+    exec "$python" -m pytest tests/gpu -m gpu -p no:xdist -q
     ;;
   sanitize)
     for tool in memcheck racecheck synccheck; do

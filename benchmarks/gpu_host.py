@@ -21,7 +21,7 @@ from pathlib import Path
 import common
 
 PARTS_OF_A_BUILD = ("install",)
-PARTS_OF_A_TEST = ("ops-tests", "sanitize")
+PARTS_OF_A_TEST = ("ops-tests", "e2e", "sanitize")
 PARTS_WITH_THE_MODEL = ("ample", "tight", "prefill-bound")
 
 

@@ -32,6 +32,7 @@ PARTS = {
     "ample": ("room for all: is a decode step shorter?", 210),
     "tight": ("a small pool: more requests, more tokens per second?", 300),
     "prefill-bound": ("long prompts, short answers: what do scores cost?", 300),
+    "e2e": ("does the engine attend to what it kept and nothing else?", 420),
     "sanitize": ("does compute-sanitizer find anything in the kernels?", 420),
 }
 """Name to the question it answers and its limit in seconds, in the order of running."""
@@ -134,6 +135,7 @@ def make_parts(args: argparse.Namespace) -> list[Part]:
         ],
         "ops-tests": [[gpu_ops]],
         "bench-ops": [script("bench_ops.py", "bench-ops", "--device", "cuda")],
+        "e2e": [[gpu_ops, "engine"]],
         "sanitize": [[gpu_ops, "sanitize"]],
     }
     for name in CROSSOVER_PARTS:
