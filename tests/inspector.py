@@ -59,6 +59,7 @@ class Inspector:
         """
         scheduler = _calling_scheduler()
         runtime = self.keyformer  # type: ignore[attr-defined]
+        batch = self.model_runner.input_batch  # type: ignore[attr-defined]
         pool = scheduler.kv_cache_manager.block_pool
         queue = pool.free_block_queue
         free = [block.block_id for block in queue.get_all_free_blocks()]
@@ -81,7 +82,7 @@ class Inspector:
                 "reported": len(scheduler.accounting.reported),
                 "blocks": len(scheduler.kv_manager.req_to_blocks),
                 "worker": len(runtime.table),
-                "batch": len(runtime.batch_request_ids()),
+                "batch": len(batch.req_ids),
                 "ring": 0 if ring is None else num_rows - ring.num_free,
             },
             "remembered": find_strings(
