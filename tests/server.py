@@ -48,6 +48,30 @@ class Server:
         """
         return metric_in(self.http.get("/metrics").text, name)
 
+    def metrics_while_streaming(self, body: Mapping[str, Any]) -> str:
+        """What ``/metrics`` answers while one completion of many tokens runs.
+
+        A test process may be held up for as long as an answer takes; then it is asked
+        for once more.
+
+        Args:
+            body: of a streamed completion; the client leaves after some tokens of it.
+
+        Raises:
+            AssertionError: when it was over each time.
+        """
+        for _ in range(5):
+            with self.http.stream("POST", "/v1/completions", json=dict(body)) as answer:
+                # Held on to: where it goes, the connection and so the request go.
+                lines = answer.iter_lines()
+                for _ in range(20):
+                    next(lines)
+                text = self.http.get("/metrics").text
+            self.wait_until_idle()
+            if metric_in(text, "vllm:num_requests_running") == 1:
+                return text
+        raise AssertionError("no answer took long enough to look at the server in it")
+
     def wait_for(self, condition: Any, seconds: float, what: str) -> None:
         """Poll until a condition holds.
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.engine import random_prompt
 from tests.models import EOS
-from tests.server import serve
+from tests.server import metric_in, serve
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 200
@@ -467,13 +467,9 @@ def test_usage_gauge_is_a_share_of_the_pool(server, canary):
     for budget in (1.0, 0.25):
         body = body_of(random_prompt(800, 11), 900, stream=True)
         body["vllm_xargs"] = {"kv_budget": budget}
-        with server.http.stream("POST", "/v1/completions", json=body) as answer:
-            for number, _ in enumerate(answer.iter_lines()):
-                if number == 20:
-                    share = server.metric("vllm:kv_cache_usage_perc")
-                    held[budget] = share * (NUM_BLOCKS - 1)
-                    break
-        server.wait_until_idle()
+        text = server.metrics_while_streaming(body)
+        share = metric_in(text, "vllm:kv_cache_usage_perc")
+        held[budget] = share * (NUM_BLOCKS - 1)
     # What was freed inside the running request is free for others.
     assert 6.9 < held[0.25] < 8.1
     assert held[1.0] > 24.9

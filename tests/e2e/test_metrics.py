@@ -24,7 +24,8 @@ FLAGS = (
     *("--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"),
     *("--num-gpu-blocks-override", "200", "--max-num-seqs", "16"),
     *("--served-model-name", "tiny", "--kv-policy", "keyformer"),
-    *("--kv-min-tokens", "16"),
+    # A prompt that was cached scores with fewer queries: answers would not repeat.
+    *("--kv-min-tokens", "16", "--no-enable-prefix-caching"),
 )
 TEXT_TOKENS = list(range(94))
 
@@ -41,9 +42,13 @@ def served(tiny_model, tmp_path_factory, request):
 
 
 def read_metrics(server):
-    """Ours: (name as exported, value of the extra label) to value."""
+    return ours_in(server.http.get("/metrics").text)
+
+
+def ours_in(text):
+    """Our metrics: (name as exported, value of the extra label) to value."""
     found = {}
-    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+    for family in text_string_to_metric_families(text):
         # Without multiprocess mode there is a time of creation beside each counter.
         if not family.name.startswith(metrics.PREFIX) or family.name.endswith(
             "_created"
@@ -142,18 +147,12 @@ def test_counters_equal_the_trace_and_gauges_fall_to_zero(served):
 def test_gauges_of_a_running_request(served):
     server, _ = served
     body = body_of(random_prompt(500, 20), 1400, stream=True)
-    with server.http.stream("POST", "/v1/completions", json=body) as answer:
-        # Held on to: where it goes, the connection and so the request go with it.
-        lines = answer.iter_lines()
-        for _ in range(20):
-            next(lines)
-        now = read_metrics(server)
+    now = ours_in(server.metrics_while_streaming(body))
     logical = now["keyformer:logical_tokens", None]
     resident = now["keyformer:resident_tokens", None]
     assert 500 < logical < 1900
     # Half of its prompt, up to a block more, and the token of the step.
     assert 250 <= resident <= 250 + BLOCK_SIZE
-    server.wait_until_idle()
     assert read_metrics(server)["keyformer:logical_tokens", None] == 0
 
 
