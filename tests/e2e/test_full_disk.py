@@ -25,5 +25,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_server(tiny_model, tmp_path):
         assert server.metric("keyformer:compactions_total") > 0
         assert server.http.get("/health").status_code == 200
     text = log.read_text(errors="replace").splitlines()
-    (line,) = (line for line in text if "ERROR" in line)
+    (line,) = (line for line in text if "kv_trace: /dev/full" in line)
+    assert "ERROR" in line
     assert "/dev/full cannot be written: No space left on device" in line
