@@ -47,7 +47,7 @@ test-fast: $(STAMP)-tools $(STAMP)-native  ## run the tests that load no model a
 soak: setup  ## send 1,000 random requests to a server over HTTP
 	@KEYFORMER_SOAK_REQUESTS=1000 $(PY) -m pytest tests/e2e/test_fire.py $(PYTEST_ARGS)
 
-lint: $(STAMP)-tools  ## ruff, mypy and clang-format, changing nothing
+lint: $(STAMP)-tools  ## check Python, C++, shell and container files, changing nothing
 	@.ci/lint.sh
 
 format: $(STAMP)-tools  ## apply ruff and clang-format

@@ -30,9 +30,10 @@ compile() {
 export -f compile
 export out
 
+shopt -s extglob
 # The files of one dtype take longest: first, the two dtypes side by side.
 for arch in ${CUDA_ARCHS:-90a 80}; do
-  for source in csrc/cuda/*_[bf][fp]16.cu $(ls csrc/cuda/*.cu | grep -v 16.cu); do
+  for source in csrc/cuda/*_[bf][fp]16.cu csrc/cuda/!(*16).cu; do
     printf '%s\0%s\0' "$arch" "$source"
   done
 done | xargs -0 -n 2 -P 2 bash -c 'compile "$@"' _

@@ -26,4 +26,8 @@ if ((${#native[@]} > 0)); then
 else
   echo "clang-format: no file in csrc"
 fi
+mapfile -t scripts < <(git grep --untracked --files-with-matches '^#!.*bash$')
+"$bin/shellcheck" --external-sources "${scripts[@]}" || status=1
+"$bin/hadolint" docker/Dockerfile* || status=1
+"$bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml || status=1
 exit "$status"

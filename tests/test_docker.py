@@ -119,7 +119,8 @@ def test_final_image_serves_as_a_user_and_says_how_it_is(name):
     final = found[max(i for i, (word, _) in enumerate(found) if word == "FROM") :]
     last = {keyword: rest for keyword, rest in final}
     user, uid = steps_of(name)[-1][1:]
-    assert last["USER"] == user != "root" and int(uid) >= 1000
+    # By number: what checks that an image is not root's cannot resolve a name.
+    assert last["USER"] == uid and int(uid) >= 1000 and user != "root"
     order = [keyword for keyword, _ in final]
     assert order.index("HEALTHCHECK") > len(order) - 1 - order[::-1].index("USER")
     assert "RUN" not in order[len(order) - 1 - order[::-1].index("USER") :]
