@@ -18,6 +18,12 @@ void define_operators(Library& m) {
       "Tensor? sinks, int layer_index, int first_query_head, float scale, float soft_cap, int "
       "layout) -> ()");
   m.def(
+      "paged_attention_audited(Tensor(a!) output, Tensor(b!) audit, Tensor query, "
+      "Tensor kv_cache, Tensor(c!) score, Tensor position, Tensor block_table, Tensor kv_lens, "
+      "Tensor query_start_loc, Tensor query_positions, Tensor tau, Tensor noise_keys, "
+      "Tensor front_blocks, Tensor? alibi_slopes, Tensor? sinks, int layer_index, "
+      "int first_query_head, float scale, float soft_cap, int layout) -> ()");
+  m.def(
       "reset_slots(Tensor(a!) score, Tensor(b!) position, Tensor slot_mapping, "
       "Tensor positions) -> ()");
   m.def(
@@ -30,6 +36,9 @@ void define_operators(Library& m) {
   m.def(
       "compact_kv(Tensor(a!) kv_cache, Tensor(b!) score, Tensor(c!) position, Tensor block_table, "
       "Tensor kv_lens, Tensor num_evict, Tensor keep, int layout) -> ()");
+  m.def(
+      "exchange_kv(Tensor(a!) kv_cache, Tensor(b!) score, Tensor(c!) position, "
+      "Tensor block_table, Tensor kv_lens, Tensor num_evict, Tensor keep, int layout) -> ()");
   m.def(
       "draw_noise(Tensor positions, int noise_key, int layer, int query_head, "
       "int query_position, bool gumbel) -> Tensor");

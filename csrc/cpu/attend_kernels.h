@@ -138,37 +138,84 @@ inline uint16_t round_to_float16(float value) {
   return static_cast<uint16_t>(half | (bits & 0x80000000u) >> 16);
 }
 
-void merge_ranges(const AttendRow& row, int64_t head, float* results, int64_t num_ranges,
-                  char* output) {
+// A group of ranges merged into the output of its first one: the sum of weighted values, not yet
+// divided by the sum of the weights.
+struct MergedRanges {
+  float max;
+  float sum;
+  const float* output;  // [head_size]
+};
+
+MergedRanges merge_group(const AttendRow& row, int64_t head, float* results, int64_t begin,
+                         int64_t end, float sink) {
   const auto result_at = [&row, results](int64_t range) {
     return RangeResult::at(results, range, row.num_heads, row.head_size);
   };
-  float largest = row.sinks != nullptr ? row.sinks[head] : -INFINITY;
-  for (int64_t range = 0; range < num_ranges; ++range) {
+  float largest = sink;
+  for (int64_t range = begin; range < end; ++range) {
     largest = larger(result_at(range).max[head], largest);
   }
-  float sum = row.sinks != nullptr ? exp_scalar(row.sinks[head] - largest) : 0.0f;
-  float* merged = result_at(0).output + head * row.head_size;
-  for (int64_t range = 0; range < num_ranges; ++range) {
+  float sum = sink > -INFINITY ? exp_scalar(sink - largest) : 0.0f;
+  float* merged = result_at(begin).output + head * row.head_size;
+  for (int64_t range = begin; range < end; ++range) {
     const RangeResult result = result_at(range);
     const float share = exp_scalar(result.max[head] - largest);
     sum += share * result.sum[head];
     const float* part = result.output + head * row.head_size;
     for (int64_t d = 0; d < row.head_size; d += kLanes) {
       const VecF x = share * load<VecF>(part + d);
-      store(merged + d, range == 0 ? x : load<VecF>(merged + d) + x);
+      store(merged + d, range == begin ? x : load<VecF>(merged + d) + x);
     }
   }
-  const float inverse_sum = 1.0f / sum;
-  for (int64_t d = 0; d < row.head_size; ++d) {
-    const float value = merged[d] * inverse_sum;
-    if (row.element_type == ElementType::kFloat32) {
-      reinterpret_cast<float*>(output)[d] = value;
-    } else {
-      reinterpret_cast<uint16_t*>(output)[d] = row.element_type == ElementType::kBFloat16
-                                                   ? round_to_bfloat16(value)
-                                                   : round_to_float16(value);
+  return {largest, sum, merged};
+}
+
+void write_output(const AttendRow& row, int64_t d, float value, char* output) {
+  if (row.element_type == ElementType::kFloat32) {
+    reinterpret_cast<float*>(output)[d] = value;
+  } else {
+    reinterpret_cast<uint16_t*>(output)[d] = row.element_type == ElementType::kBFloat16
+                                                 ? round_to_bfloat16(value)
+                                                 : round_to_float16(value);
+  }
+}
+
+void merge_ranges(const AttendRow& row, int64_t head, float* results, char* output, float* audit) {
+  const int64_t front_ranges = num_ranges(row.front);
+  const float sink = row.sinks != nullptr ? row.sinks[head] : -INFINITY;
+  const MergedRanges rest = merge_group(row, head, results, front_ranges, num_ranges(row), sink);
+  const float inverse_rest = 1.0f / rest.sum;
+  if (front_ranges == 0) {
+    float norm = 0.0f;
+    for (int64_t d = 0; d < row.head_size; ++d) {
+      const float value = rest.output[d] * inverse_rest;
+      write_output(row, d, value, output);
+      norm += value * value;
     }
+    if (audit != nullptr) {
+      audit[0] = audit[1] = 0.0f;
+      audit[2] = norm;
+    }
+    return;
+  }
+  const MergedRanges front = merge_group(row, head, results, 0, front_ranges, -INFINITY);
+  const float largest = larger(front.max, rest.max);
+  const float front_share = exp_scalar(front.max - largest);
+  const float rest_share = exp_scalar(rest.max - largest);
+  const float inverse_sum = 1.0f / (front_share * front.sum + rest_share * rest.sum);
+  float change = 0.0f;
+  float norm = 0.0f;
+  for (int64_t d = 0; d < row.head_size; ++d) {
+    const float value = (front_share * front.output[d] + rest_share * rest.output[d]) * inverse_sum;
+    const float difference = value - rest.output[d] * inverse_rest;
+    write_output(row, d, value, output);
+    change += difference * difference;
+    norm += value * value;
+  }
+  if (audit != nullptr) {
+    audit[0] = front_share * front.sum * inverse_sum;
+    audit[1] = change;
+    audit[2] = norm;
   }
 }
 

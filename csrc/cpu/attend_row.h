@@ -3,7 +3,8 @@
 //
 // The keys are attended in ranges of kRangeKeys. Each range leaves its own maximum, sum and
 // unnormalised output per query head, and the ranges are merged in ascending order: so the result
-// is the same whether one thread runs them all or each runs on another.
+// is the same whether one thread runs them all or each runs on another. No range crosses the end of
+// the front, so what a row without its front would attend comes out of the same pass.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,7 @@ struct AttendRow {
   int64_t block_size;
   int64_t num_heads;  // query heads per KV head
   int64_t num_keys;   // the row sees slots [0, num_keys)
+  int64_t front;      // slots [0, front) are attended but not scored; whole blocks
   ElementType element_type;
   Layout layout;
   float scale;
@@ -39,6 +41,12 @@ struct AttendRow {
   float* logits;       // [num_heads, row_stride]; later the weights of the score
   int64_t row_stride;  // multiple of kKeyChunk
 };
+
+inline int64_t num_ranges(int64_t num_keys) { return (num_keys + kRangeKeys - 1) / kRangeKeys; }
+
+inline int64_t num_ranges(const AttendRow& row) {
+  return num_ranges(row.front) + num_ranges(row.num_keys - row.front);
+}
 
 // What one range leaves behind; ranges of a row lie one after the other.
 struct RangeResult {

@@ -7,7 +7,8 @@
 //                  \__________________^
 //
 // As many survivors sit in the front as there are holes behind it; they pair up by rank. Sources
-// and targets are disjoint, so the order of the moves cannot matter.
+// and targets are disjoint, so the order of the moves cannot matter. exchange_kv also puts what was
+// in a hole where the survivor came from, so that the front holds the others.
 #pragma once
 
 #include <algorithm>
@@ -29,72 +30,85 @@ struct CompactKvArgs {
   const int32_t* num_evict;  // [num_reqs]
   const uint8_t* keep;       // [num_layers, num_reqs, num_kv_heads, max_kv_len]
   int64_t max_kv_len;
+  bool exchange;  // whether the front gets what it makes room for
 };
 
 namespace compact_kv_detail {
 
 struct Move {
-  const char* source;  // the (layer, block, head) that holds the token
+  char* source;  // the (layer, block, head) that holds the token
   char* target;
   int64_t source_token;  // within its block
   int64_t target_token;
 };
 
-template <typename T>
+template <bool kExchange, typename T>
+void move_values(T* source, T* target, int64_t count) {
+  if constexpr (kExchange) {
+    std::swap_ranges(source, source + count, target);
+  } else {
+    std::memcpy(target, source, count * sizeof(T));
+  }
+}
+
+template <bool kExchange, typename T>
 void move_vec(const PagedCache& cache, const Move& move) {
-  const T* source = reinterpret_cast<const T*>(move.source);
+  T* source = reinterpret_cast<T*>(move.source);
   T* target = reinterpret_cast<T*>(move.target);
   const int64_t head_size = cache.head_size;
   const int64_t block_size = cache.block_size;
   for (int64_t d = 0; d < head_size; ++d) {
-    target[d * block_size + move.target_token] = source[d * block_size + move.source_token];
+    move_values<kExchange>(source + d * block_size + move.source_token,
+                           target + d * block_size + move.target_token, 1);
   }
   const int64_t values = head_size * block_size;
-  std::memcpy(target + values + move.target_token * head_size,
-              source + values + move.source_token * head_size, head_size * sizeof(T));
+  move_values<kExchange>(source + values + move.source_token * head_size,
+                         target + values + move.target_token * head_size, head_size);
 }
 
 // 2-byte elements in pairs. K: groups of 16 tokens, inside them pairs of dimensions. V: groups of
 // 16 dimensions, inside them pairs of tokens.
-inline void move_amx(const PagedCache& cache, const Move& move) {
+template <bool kExchange>
+void move_amx(const PagedCache& cache, const Move& move) {
   const int64_t head_size = cache.head_size;
   const int64_t block_size = cache.block_size;
   const auto key_offset = [head_size](int64_t t) { return t / 16 * 16 * head_size + t % 16 * 2; };
-  const uint16_t* source = reinterpret_cast<const uint16_t*>(move.source);
+  uint16_t* source = reinterpret_cast<uint16_t*>(move.source);
   uint16_t* target = reinterpret_cast<uint16_t*>(move.target);
-  const uint16_t* source_key = source + key_offset(move.source_token);
+  uint16_t* source_key = source + key_offset(move.source_token);
   uint16_t* target_key = target + key_offset(move.target_token);
   for (int64_t pair = 0; pair < head_size / 2; ++pair) {
-    std::memcpy(target_key + pair * 32, source_key + pair * 32, 2 * sizeof(uint16_t));
+    move_values<kExchange>(source_key + pair * 32, target_key + pair * 32, 2);
   }
   const auto value_offset = [head_size, block_size](int64_t t) {
     return head_size * block_size + t / 2 * 32 + t % 2;
   };
-  const uint16_t* source_value = source + value_offset(move.source_token);
+  uint16_t* source_value = source + value_offset(move.source_token);
   uint16_t* target_value = target + value_offset(move.target_token);
   for (int64_t group = 0; group < head_size / 16; ++group) {
     const int64_t offset = group * 16 * block_size;
     for (int64_t d = 0; d < 16; ++d) {
-      target_value[offset + d * 2] = source_value[offset + d * 2];
+      move_values<kExchange>(source_value + offset + d * 2, target_value + offset + d * 2, 1);
     }
   }
 }
 
-inline void move_token(const PagedCache& cache, const Move& move) {
+template <bool kExchange>
+void move_token(const PagedCache& cache, const Move& move) {
   if (cache.layout == Layout::kAmx) {
-    move_amx(cache, move);
+    move_amx<kExchange>(cache, move);
   } else if (cache.element_size == 1) {
-    move_vec<uint8_t>(cache, move);
+    move_vec<kExchange, uint8_t>(cache, move);
   } else if (cache.element_size == 2) {
-    move_vec<uint16_t>(cache, move);
+    move_vec<kExchange, uint16_t>(cache, move);
   } else {
-    move_vec<uint32_t>(cache, move);
+    move_vec<kExchange, uint32_t>(cache, move);
   }
 }
 
 // Returns false, and moves nothing, when `keep` does not hold exactly the survivors it must.
-inline bool compact_one(const CompactKvArgs& args, int64_t layer, int64_t request,
-                        int64_t kv_head) {
+template <bool kExchange>
+bool compact_one(const CompactKvArgs& args, int64_t layer, int64_t request, int64_t kv_head) {
   const PagedCache& cache = args.cache;
   const int64_t kv_len = args.requests.kv_lens[request];
   const int64_t num_evict = args.num_evict[request];
@@ -117,13 +131,13 @@ inline bool compact_one(const CompactKvArgs& args, int64_t layer, int64_t reques
     ++hole;
     const int64_t source_offset = head_offset + source_block * cache.block_stride;
     const int64_t target_offset = head_offset + target_block * cache.block_stride;
-    move_token(cache,
-               {cache.data + source_offset * cache.element_size,
+    move_token<kExchange>(
+        cache, {cache.data + source_offset * cache.element_size,
                 cache.data + target_offset * cache.element_size, source_token, target_token});
-    args.score.at(layer, target_block, kv_head)[target_token] =
-        args.score.at(layer, source_block, kv_head)[source_token];
-    args.position.at(layer, target_block, kv_head)[target_token] =
-        args.position.at(layer, source_block, kv_head)[source_token];
+    move_values<kExchange>(args.score.at(layer, source_block, kv_head) + source_token,
+                           args.score.at(layer, target_block, kv_head) + target_token, 1);
+    move_values<kExchange>(args.position.at(layer, source_block, kv_head) + source_token,
+                           args.position.at(layer, target_block, kv_head) + target_token, 1);
   }
   return true;
 }
@@ -149,7 +163,10 @@ inline void compact_kv(const CompactKvArgs& args, const ThreadPool& pool) {
       const int64_t request = task / num_kv_heads % num_reqs;
       const int64_t layer = task / num_kv_heads / num_reqs;
       if (args.num_evict[request] == 0) return;
-      if (!compact_kv_detail::compact_one(args, layer, request, kv_head)) {
+      const bool done = args.exchange
+                            ? compact_kv_detail::compact_one<true>(args, layer, request, kv_head)
+                            : compact_kv_detail::compact_one<false>(args, layer, request, kv_head);
+      if (!done) {
         failed_request.store(request, std::memory_order_relaxed);
       }
     };

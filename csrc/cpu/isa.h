@@ -66,9 +66,11 @@ struct IsaKernels {
   // in `result`. `weights` is scratch [num_heads, kRangeKeys].
   void (*attend_range)(const AttendRow& row, int64_t begin, int64_t end, const RangeResult& result,
                        float* weights);
-  // Merges the ranges of one query head and writes its output, rounded to the element type.
-  void (*merge_ranges)(const AttendRow& row, int64_t head, float* results, int64_t num_ranges,
-                       char* output);
+  // Merges the ranges of one query head and writes its output, rounded to the element type. Unless
+  // `audit` is nullptr, it gets the share of the front in the attention, the squared norm of what
+  // the output would change by without the front, and its own squared norm.
+  void (*merge_ranges)(const AttendRow& row, int64_t head, float* results, char* output,
+                       float* audit);
   // Turns the logits of one query head into its normalised weights. `key` is nullptr for a row
   // without noise.
   void (*weigh_head)(const AttendRow& row, int64_t head, float tau, const RowKey* key);

@@ -3,7 +3,11 @@
 //
 // A unit is one (request, KV head). Usually a thread takes a whole unit. Where there are fewer
 // units than would keep the threads busy, they share each one: first its ranges of keys, then its
-// query heads. Ranges are cut by the length alone, so the result does not depend on the choice.
+// query heads. Ranges are cut by the lengths alone, so the result does not depend on the choice.
+//
+// paged_attention_audited is the same over requests whose first blocks, the front, hold tokens that
+// would have been evicted: they are attended, but queries score the others only, as if they were
+// alone.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +24,8 @@ struct PagedAttentionScoredArgs {
   char* output;  // [num_tokens, num_query_heads, head_size], element type of the query
   int64_t output_token_stride;  // elements
   int64_t output_head_stride;
+  const int32_t* front_blocks;  // [num_reqs]; nullptr: no request has a front
+  float* audit;  // [num_tokens, num_query_heads, 3], see IsaKernels; nullptr: not wanted
 };
 
 namespace paged_attention_scored_detail {
@@ -32,6 +38,7 @@ struct RequestPlan {
   int64_t first_token;
   int64_t num_rows;
   int64_t kv_len;
+  int64_t front;  // slots
 };
 
 struct Plan {
@@ -41,18 +48,30 @@ struct Plan {
   bool single_rows = true;
 };
 
-inline int64_t num_ranges(int64_t num_keys) { return (num_keys + kRangeKeys - 1) / kRangeKeys; }
+// Slots of a request's front, which must leave every row a key.
+inline int64_t checked_front(const PagedAttentionScoredArgs& args, int64_t request, int64_t kv_len,
+                             int64_t num_rows) {
+  if (args.front_blocks == nullptr) return 0;
+  const int64_t num_blocks = args.front_blocks[request];
+  const int64_t front = num_blocks * args.inputs.cache.block_size;
+  check_value(num_blocks >= 0 && front <= kv_len - num_rows,
+              "front_blocks: negative, or beyond the keys before the request's queries", request,
+              num_blocks);
+  return front;
+}
 
-inline Plan make_plan(const ScoreKeysArgs& inputs) {
+inline Plan make_plan(const PagedAttentionScoredArgs& args) {
+  const ScoreKeysArgs& inputs = args.inputs;
   Plan plan;
   for (int64_t request = 0; request < inputs.requests.num_reqs; ++request) {
     const score_keys_detail::RowRange rows = score_keys_detail::checked_rows(inputs, request);
     const int64_t num_rows = rows.end - rows.begin;
     if (num_rows == 0) continue;
     const int64_t kv_len = score_keys_detail::checked_kv_len(inputs, request, rows);
-    plan.requests.push_back({request, rows.begin, num_rows, kv_len});
+    const int64_t front = checked_front(args, request, kv_len, num_rows);
+    plan.requests.push_back({request, rows.begin, num_rows, kv_len, front});
     plan.max_keys = std::max(plan.max_keys, (kv_len + kKeyChunk - 1) / kKeyChunk * kKeyChunk);
-    plan.max_ranges = std::max(plan.max_ranges, num_ranges(kv_len));
+    plan.max_ranges = std::max(plan.max_ranges, num_ranges(front) + num_ranges(kv_len - front));
     plan.single_rows = plan.single_rows && num_rows == 1;
   }
   std::stable_sort(plan.requests.begin(), plan.requests.end(),
@@ -125,7 +144,7 @@ class Attention {
       return [this, &scratch, buffers](int64_t unit) {
         for (int64_t r = 0; r < request_of(unit).num_rows; ++r) {
           const AttendRow row = make_row(unit, r, buffers);
-          for (int64_t range = 0; range < num_ranges(row.num_keys); ++range) {
+          for (int64_t range = 0; range < num_ranges(row); ++range) {
             attend_range(row, unit, r, range, buffers, scratch);
           }
           for (int64_t head = 0; head < group_; ++head) finish_head(row, unit, r, head, buffers);
@@ -148,7 +167,7 @@ class Attention {
         const int64_t range = task % plan_.max_ranges;
         const UnitBuffers buffers = buffers_of(unit);
         const AttendRow row = make_row(unit, 0, buffers);
-        if (range < num_ranges(row.num_keys)) attend_range(row, unit, 0, range, buffers, scratch);
+        if (range < num_ranges(row)) attend_range(row, unit, 0, range, buffers, scratch);
       };
     });
     const auto num_finished =
@@ -181,6 +200,7 @@ class Attention {
     row.block_size = cache.block_size;
     row.num_heads = group_;
     row.num_keys = item.kv_len - item.num_rows + r + 1;
+    row.front = item.front;
     row.element_type = inputs_.element_type;
     row.layout = cache.layout;
     row.scale = inputs_.scale;
@@ -213,8 +233,9 @@ class Attention {
       kernels_.load_query(inputs_.query + offset * cache.element_size, inputs_.element_type,
                           cache.head_size, scratch.query.data() + h * cache.head_size, 1);
     }
-    const int64_t begin = range * kRangeKeys;
-    const int64_t end = std::min(begin + kRangeKeys, row.num_keys);
+    const int64_t behind = range - num_ranges(row.front);
+    const int64_t begin = behind < 0 ? range * kRangeKeys : row.front + behind * kRangeKeys;
+    const int64_t end = std::min(begin + kRangeKeys, behind < 0 ? row.front : row.num_keys);
     score_keys_detail::gather_positions(inputs_, item.request, kv_head, begin, end,
                                         buffers.positions);
     const RangeResult result = RangeResult::at(buffers.results, range, group_, cache.head_size);
@@ -229,19 +250,33 @@ class Attention {
     const int64_t query_head = kv_head_of(unit) * group_ + head;
     const int64_t offset =
         token * args_.output_token_stride + query_head * args_.output_head_stride;
-    kernels_.merge_ranges(row, head, buffers.results, num_ranges(row.num_keys),
-                          args_.output + offset * inputs_.cache.element_size);
+    float* audit = args_.audit;
+    if (audit != nullptr) audit += (token * inputs_.num_query_heads + query_head) * 3;
+    kernels_.merge_ranges(row, head, buffers.results,
+                          args_.output + offset * inputs_.cache.element_size, audit);
     if (!is_scored(token)) return;
     const int64_t noise_key = inputs_.noise_keys[item.request];
     const RowKey key =
         make_row_key(noise_key, inputs_.layer_index, inputs_.first_query_head + query_head,
                      inputs_.query_positions[token]);
-    kernels_.weigh_head(row, head, inputs_.tau[token], noise_key != 0 ? &key : nullptr);
+    kernels_.weigh_head(without_front(row), head, inputs_.tau[token],
+                        noise_key != 0 ? &key : nullptr);
   }
 
   void add_scores(const AttendRow& row, int64_t unit, int64_t r) const {
     if (!is_scored(request_of(unit).first_token + r)) return;
-    kernels_.add_heads(row, inputs_.score.at(0, 0, kv_head_of(unit)), inputs_.score.block_stride);
+    kernels_.add_heads(without_front(row), inputs_.score.at(0, 0, kv_head_of(unit)),
+                       inputs_.score.block_stride);
+  }
+
+  // The row as its scores see it.
+  static AttendRow without_front(AttendRow row) {
+    row.num_keys -= row.front;
+    row.block_table += row.front / row.block_size;
+    row.positions += row.front;
+    row.logits += row.front;
+    row.front = 0;
+    return row;
   }
 
   bool is_scored(int64_t token) const { return inputs_.tau[token] > 0.0f; }
@@ -257,7 +292,7 @@ class Attention {
 
 inline void paged_attention_scored(const PagedAttentionScoredArgs& args, const IsaKernels& kernels,
                                    const ThreadPool& pool) {
-  const auto plan = paged_attention_scored_detail::make_plan(args.inputs);
+  const auto plan = paged_attention_scored_detail::make_plan(args);
   paged_attention_scored_detail::Attention(args, kernels, plan).run(pool);
 }
 

@@ -166,6 +166,16 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
   keyformer::score_keys(args, active_kernels(), torch_pool());
 }
 
+// Completes the arguments of the kernel and runs it.
+void attend(keyformer::PagedAttentionScoredArgs args, const Tensor& output, const Tensor& query) {
+  check_tensor("output", output, query.scalar_type(), 3);
+  for (int64_t dim = 0; dim < 3; ++dim) check_size("output", output, dim, query.size(dim));
+  args.output = static_cast<char*>(output.data_ptr());
+  args.output_token_stride = output.stride(0);
+  args.output_head_stride = output.stride(1);
+  keyformer::paged_attention_scored(args, active_kernels(), torch_pool());
+}
+
 void paged_attention_scored(const Tensor& output, const Tensor& query, const Tensor& kv_cache,
                             const Tensor& score, const Tensor& position, const Tensor& block_table,
                             const Tensor& kv_lens, const Tensor& query_start_loc,
@@ -179,12 +189,32 @@ void paged_attention_scored(const Tensor& output, const Tensor& query, const Ten
       score_keys_args(query, kv_cache, score, position, block_table, kv_lens, query_start_loc,
                       query_positions, tau, noise_keys, alibi_slopes, place, sinks, layer_index,
                       first_query_head, scale, soft_cap, layout);
-  check_tensor("output", output, query.scalar_type(), 3);
-  for (int64_t dim = 0; dim < 3; ++dim) check_size("output", output, dim, query.size(dim));
-  args.output = static_cast<char*>(output.data_ptr());
-  args.output_token_stride = output.stride(0);
-  args.output_head_stride = output.stride(1);
-  keyformer::paged_attention_scored(args, active_kernels(), torch_pool());
+  attend(args, output, query);
+}
+
+void paged_attention_audited(const Tensor& output, const Tensor& audit, const Tensor& query,
+                             const Tensor& kv_cache, const Tensor& score, const Tensor& position,
+                             const Tensor& block_table, const Tensor& kv_lens,
+                             const Tensor& query_start_loc, const Tensor& query_positions,
+                             const Tensor& tau, const Tensor& noise_keys,
+                             const Tensor& front_blocks, const std::optional<Tensor>& alibi_slopes,
+                             const std::optional<Tensor>& sinks, int64_t layer_index,
+                             int64_t first_query_head, double scale, double soft_cap,
+                             int64_t layout) {
+  keyformer::PagedAttentionScoredArgs args{};
+  args.inputs =
+      score_keys_args(query, kv_cache, score, position, block_table, kv_lens, query_start_loc,
+                      query_positions, tau, noise_keys, alibi_slopes, std::nullopt, sinks,
+                      layer_index, first_query_head, scale, soft_cap, layout);
+  args.front_blocks = vector_data<int32_t>("front_blocks", front_blocks, ScalarType::Int,
+                                           args.inputs.requests.num_reqs);
+  check_tensor("audit", audit, ScalarType::Float, 3);
+  check(audit.is_contiguous(), "audit: must be contiguous");
+  check_size("audit", audit, 0, args.inputs.num_tokens);
+  check_size("audit", audit, 1, args.inputs.num_query_heads);
+  check_size("audit", audit, 2, 3);
+  args.audit = static_cast<float*>(audit.data_ptr());
+  attend(args, output, query);
 }
 
 void reset_slots(const Tensor& score, const Tensor& position, const Tensor& slot_mapping,
@@ -252,9 +282,9 @@ Tensor select_keep(const Tensor& score, const Tensor& position, const Tensor& bl
   return keep;
 }
 
-void compact_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& position,
-                const Tensor& block_table, const Tensor& kv_lens, const Tensor& num_evict,
-                const Tensor& keep, int64_t layout) {
+void move_survivors(bool exchange, const Tensor& kv_cache, const Tensor& score,
+                    const Tensor& position, const Tensor& block_table, const Tensor& kv_lens,
+                    const Tensor& num_evict, const Tensor& keep, int64_t layout) {
   keyformer::CompactKvArgs args{};
   args.cache = paged_cache(kv_cache, 1, layout);
   args.score = side_view<float>("score", score, ScalarType::Float, 1, nullptr);
@@ -271,7 +301,20 @@ void compact_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& posit
   check_size("keep", keep, 2, args.cache.num_kv_heads);
   args.keep = static_cast<const uint8_t*>(keep.data_ptr());
   args.max_kv_len = keep.size(3);
+  args.exchange = exchange;
   keyformer::compact_kv(args, torch_pool());
+}
+
+void compact_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& position,
+                const Tensor& block_table, const Tensor& kv_lens, const Tensor& num_evict,
+                const Tensor& keep, int64_t layout) {
+  move_survivors(false, kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout);
+}
+
+void exchange_kv(const Tensor& kv_cache, const Tensor& score, const Tensor& position,
+                 const Tensor& block_table, const Tensor& kv_lens, const Tensor& num_evict,
+                 const Tensor& keep, int64_t layout) {
+  move_survivors(true, kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout);
 }
 
 // Noise of one row, for tests against its Python twin.
@@ -319,10 +362,12 @@ STABLE_TORCH_LIBRARY(keyformer, m) {
 STABLE_TORCH_LIBRARY_IMPL(keyformer, CPU, m) {
   m.impl("score_keys", TORCH_BOX(&score_keys));
   m.impl("paged_attention_scored", TORCH_BOX(&paged_attention_scored));
+  m.impl("paged_attention_audited", TORCH_BOX(&paged_attention_audited));
   m.impl("reset_slots", TORCH_BOX(&reset_slots));
   m.impl("renumber_slots", TORCH_BOX(&renumber_slots));
   m.impl("select_keep", TORCH_BOX(&select_keep));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
+  m.impl("exchange_kv", TORCH_BOX(&exchange_kv));
   m.impl("draw_noise", TORCH_BOX(&draw_noise));
 }
 
