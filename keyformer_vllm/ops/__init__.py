@@ -21,6 +21,8 @@ import torch
 __all__ = [
     "IMPLS",
     "compact_kv",
+    "exchange_kv",
+    "paged_attention_audited",
     "paged_attention_scored",
     "renumber_slots",
     "require_impl",
@@ -204,6 +206,77 @@ def paged_attention_scored(
     )
 
 
+def paged_attention_audited(
+    output: torch.Tensor,
+    audit: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    front_blocks: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+    impl: str,
+) -> None:
+    """Attend all tokens, score as if the front were evicted, and tell what it gets.
+
+    The front of a request are its leading blocks, to which `exchange_kv` has moved the
+    tokens that would be gone. The output is that of `paged_attention_scored` over all
+    slots; scores are those that it adds where the front is absent, to the bit for the
+    same implementation.
+
+    Args:
+        output: [num_tokens, num_query_heads, head_size], dtype of `query`; rows may be
+            strided. Mutated: rows of requests, whether scored or not.
+        audit: [num_tokens, num_query_heads, 3] float32, contiguous. Mutated, the same
+            rows: the share of the row's attention that the front gets, in [0, 1]; the
+            squared norm of what its output would change by without the front; and the
+            squared norm of its output.
+        score: [num_blocks, num_kv_heads, block_size] float32. Mutated behind the front:
+            rows with tau <= 0 attend without adding to it.
+        front_blocks: [num_reqs] int32; the front ends before the request's queries.
+
+        The others: see `score_keys`.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    _operator("paged_attention_audited", impl)(
+        output,
+        audit,
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        front_blocks,
+        alibi_slopes,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
 def reset_slots(
     score: torch.Tensor,
     position: torch.Tensor,
@@ -358,6 +431,31 @@ def compact_kv(
             hold kv_len - num_evict survivors.
     """
     _operator("compact_kv", impl)(
+        kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout
+    )
+
+
+def exchange_kv(
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_evict: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    layout: str,
+    impl: str,
+) -> None:
+    """Part the survivors from the others and lose nothing.
+
+    Survivors end up where `compact_kv` puts them; what lies in the hole that one fills
+    goes to the slot it came from. So the front, slots [0, num_evict), holds the tokens
+    that `compact_kv` would drop.
+
+    Args and errors: see `compact_kv`.
+    """
+    _operator("exchange_kv", impl)(
         kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout
     )
 

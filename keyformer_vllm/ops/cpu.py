@@ -29,6 +29,11 @@ def paged_attention_scored(*args: Any) -> None:
     torch.ops.keyformer.paged_attention_scored.default(*rest, _layout_number(layout))
 
 
+def paged_attention_audited(*args: Any) -> None:
+    *rest, layout = args
+    torch.ops.keyformer.paged_attention_audited.default(*rest, _layout_number(layout))
+
+
 def reset_slots(*args: Any) -> None:
     torch.ops.keyformer.reset_slots.default(*args)
 
@@ -45,6 +50,11 @@ def select_keep(*args: Any) -> torch.Tensor:
 def compact_kv(*args: Any) -> None:
     *rest, layout = args
     torch.ops.keyformer.compact_kv.default(*rest, _layout_number(layout))
+
+
+def exchange_kv(*args: Any) -> None:
+    *rest, layout = args
+    torch.ops.keyformer.exchange_kv.default(*rest, _layout_number(layout))
 
 
 def set_isa(isa: str) -> None:
@@ -119,9 +129,11 @@ def _fake_select_keep(
 for _name in (
     "score_keys",
     "paged_attention_scored",
+    "paged_attention_audited",
     "reset_slots",
     "renumber_slots",
     "compact_kv",
+    "exchange_kv",
 ):
     torch.library.register_fake(f"keyformer::{_name}", _returns_nothing)
 torch.library.register_fake("keyformer::select_keep", _fake_select_keep)

@@ -85,6 +85,126 @@ def paged_attention_scored(
     soft_cap: float,
     layout: str,
 ) -> None:
+    _attend(
+        output,
+        query,
+        kv_cache,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        alibi_slopes,
+        place,
+        sinks,
+        scale,
+        soft_cap,
+        layout,
+    )
+    score_keys(
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        alibi_slopes,
+        place,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
+def paged_attention_audited(
+    output: torch.Tensor,
+    audit: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    tau: torch.Tensor,
+    noise_keys: torch.Tensor,
+    front_blocks: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layer_index: int,
+    first_query_head: int,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+) -> None:
+    _attend(
+        output,
+        query,
+        kv_cache,
+        position,
+        block_table,
+        kv_lens,
+        query_start_loc,
+        query_positions,
+        alibi_slopes,
+        None,
+        sinks,
+        scale,
+        soft_cap,
+        layout,
+        front_blocks=front_blocks,
+        audit=audit,
+    )
+    columns = torch.arange(block_table.shape[1]) + front_blocks[:, None]
+    score_keys(
+        query,
+        kv_cache,
+        score,
+        position,
+        block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)),
+        kv_lens - front_blocks * kv_cache.shape[2],
+        query_start_loc,
+        query_positions,
+        tau,
+        noise_keys,
+        alibi_slopes,
+        None,
+        sinks,
+        layer_index,
+        first_query_head,
+        scale,
+        soft_cap,
+        layout,
+    )
+
+
+def _attend(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    place: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+    layout: str,
+    *,
+    front_blocks: torch.Tensor | None = None,
+    audit: torch.Tensor | None = None,
+) -> None:
     num_kv_heads, block_size = kv_cache.shape[1:3]
     keys = layouts.key_view(kv_cache, layout)
     values = layouts.value_view(kv_cache, layout)
@@ -111,36 +231,26 @@ def paged_attention_scored(
             query_position=query_positions[begin:end] if place is None else visible - 1,
             key_position=(position if place is None else place)[index].T,
         )
-        probability = scoring.noisy_softmax(
-            logits,
-            None,
-            torch.ones(end - begin),
-            torch.arange(kv_len) < visible[:, None],
-            sinks,
-        )
+        sees = torch.arange(kv_len) < visible[:, None]
+        ones = torch.ones(end - begin)
+        probability = scoring.noisy_softmax(logits, None, ones, sees, sinks)
         per_query_head = value.repeat_interleave(len(logits) // num_kv_heads, dim=0)
         attended = probability @ per_query_head
         output[begin:end] = attended.transpose(0, 1).to(output.dtype)
-    score_keys(
-        query,
-        kv_cache,
-        score,
-        position,
-        block_table,
-        kv_lens,
-        query_start_loc,
-        query_positions,
-        tau,
-        noise_keys,
-        alibi_slopes,
-        place,
-        sinks,
-        layer_index,
-        first_query_head,
-        scale,
-        soft_cap,
-        layout,
-    )
+        if audit is None or front_blocks is None:
+            continue
+        front = int(front_blocks[request]) * block_size
+        if not 0 <= front <= kv_len - (end - begin):
+            raise ValueError(
+                "front_blocks: negative, or beyond the keys before the request's "
+                f"queries (request {request}, value {front // block_size})"
+            )
+        lost = probability[..., :front].sum(-1)
+        sees &= torch.arange(kv_len) >= front
+        rest = scoring.noisy_softmax(logits, None, ones, sees, sinks)
+        change = attended - rest @ per_query_head
+        norms = change.square().sum(-1), attended.square().sum(-1)
+        audit[begin:end] = torch.stack((lost, *norms), -1).transpose(0, 1)
 
 
 def reset_slots(
@@ -241,6 +351,37 @@ def compact_kv(
     keep: torch.Tensor,
     layout: str,
 ) -> None:
+    _move_survivors(
+        kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout, False
+    )
+
+
+def exchange_kv(
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_evict: torch.Tensor,
+    keep: torch.Tensor,
+    layout: str,
+) -> None:
+    _move_survivors(
+        kv_cache, score, position, block_table, kv_lens, num_evict, keep, layout, True
+    )
+
+
+def _move_survivors(
+    kv_cache: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_evict: torch.Tensor,
+    keep: torch.Tensor,
+    layout: str,
+    exchange: bool,
+) -> None:
     num_layers, _, num_kv_heads, block_size, _ = kv_cache.shape
     for layer in range(num_layers):
         views = (
@@ -263,11 +404,19 @@ def compact_kv(
                 target = slots[front:][~kept[front:]]
                 for view in views:
                     rows = layouts.read_tokens(view, source, kv_head)
+                    others = layouts.read_tokens(view, target, kv_head)
                     layouts.write_tokens(view, target, kv_head, rows)
+                    if exchange:
+                        layouts.write_tokens(view, source, kv_head, others)
                 for side in (score[layer], position[layer]):
-                    side[target // block_size, kv_head, target % block_size] = side[
-                        source // block_size, kv_head, source % block_size
-                    ]
+                    from_index, to_index = (
+                        (slot // block_size, kv_head, slot % block_size)
+                        for slot in (source, target)
+                    )
+                    others = side[to_index]
+                    side[to_index] = side[from_index]
+                    if exchange:
+                        side[from_index] = others
 
 
 def request_slots(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compact_kv against gather-then-write on the raw bytes."""
+"""compact_kv and exchange_kv against gather-then-write on the raw bytes."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,9 +73,22 @@ def fill_side(batch: PagedBatch, generator: torch.Generator) -> None:
 
 
 def compacted(
-    batch: PagedBatch, keep: torch.Tensor, num_evict: torch.Tensor
+    batch: PagedBatch,
+    keep: torch.Tensor,
+    num_evict: torch.Tensor,
+    exchange: bool = False,
 ) -> torch.Tensor:
-    """The whole storage after gather-then-write, by element offsets."""
+    """The whole storage after gather-then-write, by element offsets.
+
+    With `exchange` it also goes the other way.
+    """
+
+    def move(data: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        others = data[target]
+        data[target] = data[source]
+        if exchange:
+            data[source] = others
+
     spec = batch.spec
     bs, size = spec.block_size, spec.head_size
     key_at = key_offsets(spec.layout, bs, size, spec.num_kv_heads)
@@ -102,21 +116,25 @@ def compacted(
                     + both[s % bs]
                     for p, s in zip(pages, (source, target), strict=True)
                 ]
-                elements[at[1]] = elements[at[0]]
+                move(elements, *at)
                 for number in range(2):  # scores, then positions
                     block = (number * spec.num_kv_heads + head) * bs
                     at = [
                         (p + side_start) // 4 + block + s % bs
                         for p, s in zip(pages, (source, target), strict=True)
                     ]
-                    words[at[1]] = words[at[0]]
+                    move(words, *at)
     return raw
 
 
 def compact(
-    batch: PagedBatch, keep: torch.Tensor, num_evict: torch.Tensor, impl: str
+    batch: PagedBatch,
+    keep: torch.Tensor,
+    num_evict: torch.Tensor,
+    impl: str,
+    exchange: bool = False,
 ) -> None:
-    ops.compact_kv(
+    (ops.exchange_kv if exchange else ops.compact_kv)(
         batch.kv_cache,
         batch.score,
         batch.position,
@@ -129,7 +147,9 @@ def compact(
     )
 
 
-def check_random_sets(spec: BatchSpec, impl: str, num_sets: int) -> None:
+def check_random_sets(
+    spec: BatchSpec, impl: str, num_sets: int, exchange: bool = False
+) -> None:
     spec = suited(spec, impl)
     generator = torch.Generator().manual_seed(3)
     batch = make_batch(spec)
@@ -138,8 +158,8 @@ def check_random_sets(spec: BatchSpec, impl: str, num_sets: int) -> None:
     while done < num_sets:
         fill_side(batch, generator)
         keep = random_keep(batch, num_evict, generator)
-        expected = compacted(batch, keep, num_evict)
-        compact(batch, keep, num_evict, impl)
+        expected = compacted(batch, keep, num_evict, exchange)
+        compact(batch, keep, num_evict, impl, exchange)
         assert torch.equal(batch.raw, expected)
         done += keep.shape[0] * keep.shape[1] * keep.shape[2]
 
@@ -148,6 +168,32 @@ def check_random_sets(spec: BatchSpec, impl: str, num_sets: int) -> None:
 def test_equals_gather_then_write(spec, any_impl, num_threads):
     """Bit equality of the whole storage: nothing else has moved."""
     check_random_sets(spec, any_impl, num_sets=20)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.layout != "nhd"], ids=str)
+def test_an_exchange_equals_gather_then_write_both_ways(spec, impl, num_threads):
+    spec = suited(spec, impl)
+    check_random_sets(spec, impl, num_sets=20, exchange=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_an_exchange_loses_nothing_and_puts_the_others_in_front(impl):
+    batch = make_batch(SPECS[0])
+    generator = torch.Generator().manual_seed(7)
+    fill_side(batch, generator)
+    num_evict = eviction_of(SPECS[0])
+    keep = random_keep(batch, num_evict, generator)
+    before = [batch.side(batch.position, r).clone() for r in range(len(LENS))]
+    compact(batch, keep, num_evict, impl, exchange=True)
+    for request, (kv_len, _) in enumerate(LENS):
+        front = int(num_evict[request])
+        after = batch.side(batch.position, request)
+        for layer, head in np.ndindex(after.shape[:2]):
+            kept = keep[layer, request, head, :kv_len]
+            was, now = before[request][layer, head], after[layer, head]
+            assert set(now[:front].tolist()) == set(was[~kept].tolist())
+            assert set(now[front:].tolist()) == set(was[kept].tolist())
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])

@@ -83,20 +83,18 @@ def test_fake_implementations_agree_with_the_kernels():
     selection = (*select_arguments(batch), 120, 0, 0)
     torch.library.opcheck(keyformer.select_keep.default, selection, test_utils=tests)
     keep = keyformer.select_keep(*selection)
-    torch.library.opcheck(
-        keyformer.compact_kv.default,
-        (
-            batch.kv_cache,
-            batch.score,
-            batch.position,
-            batch.block_table,
-            batch.kv_lens,
-            torch.full((2,), 8, dtype=torch.int32),
-            keep,
-            0,
-        ),
-        test_utils=tests,
+    moves = (
+        batch.kv_cache,
+        batch.score,
+        batch.position,
+        batch.block_table,
+        batch.kv_lens,
+        torch.full((2,), 8, dtype=torch.int32),
+        keep,
+        0,
     )
+    for op in (keyformer.compact_kv, keyformer.exchange_kv):
+        torch.library.opcheck(op.default, moves, test_utils=tests)
     torch.library.opcheck(
         keyformer.reset_slots.default,
         (batch.score, batch.position, batch.slots(0), torch.arange(113)),
@@ -131,6 +129,14 @@ def test_fake_implementations_agree_with_the_kernels():
     torch.library.opcheck(
         keyformer.paged_attention_scored.default,
         (torch.empty(batch.query.shape), *scoring),
+        test_utils=tests,
+    )
+    audit = torch.empty(*batch.query.shape[:2], 3)
+    fronts = torch.tensor([1, 0], dtype=torch.int32)
+    auditing = (*scoring[:10], fronts, scoring[10], *scoring[12:])
+    torch.library.opcheck(
+        keyformer.paged_attention_audited.default,
+        (torch.empty(batch.query.shape), audit, *auditing),
         test_utils=tests,
     )
 
