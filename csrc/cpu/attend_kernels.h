@@ -202,7 +202,9 @@ void merge_ranges(const AttendRow& row, int64_t head, float* results, char* outp
   const float largest = larger(front.max, rest.max);
   const float front_share = exp_scalar(front.max - largest);
   const float rest_share = exp_scalar(rest.max - largest);
-  const float inverse_sum = 1.0f / (front_share * front.sum + rest_share * rest.sum);
+  const float front_sum = front_share * front.sum;
+  const float sum = front_sum + rest_share * rest.sum;
+  const float inverse_sum = 1.0f / sum;
   float change = 0.0f;
   float norm = 0.0f;
   for (int64_t d = 0; d < row.head_size; ++d) {
@@ -213,7 +215,7 @@ void merge_ranges(const AttendRow& row, int64_t head, float* results, char* outp
     norm += value * value;
   }
   if (audit != nullptr) {
-    audit[0] = front_share * front.sum * inverse_sum;
+    audit[0] = front_sum / sum;  // a quotient never exceeds 1, a product with the inverse may
     audit[1] = change;
     audit[2] = norm;
   }
