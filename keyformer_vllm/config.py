@@ -86,6 +86,8 @@ class KeyformerConfig:
         select: ``token``, or ``block`` for whole runs of 16 positions.
         positions: what attention takes a token's position for: ``original``, or
             ``compact``, its place among the tokens retained; only models with ALiBi.
+        audit: evict nothing and attend everything, but tell what would have been
+            evicted and what attention it still gets.
         trace: file that receives one JSON line per step and request, or None.
         attention: what attends on a GPU; has no flag of its own, because it is set
             from vLLM's ``--attention-backend``.
@@ -115,6 +117,7 @@ class KeyformerConfig:
     kernels: str = "auto"
     select: str = "token"
     positions: str = "original"
+    audit: bool = False
     trace: str | None = None
     attention: str = "FLASH_ATTN"
     reference_kernels: bool = False
@@ -150,7 +153,7 @@ class KeyformerConfig:
             raise KVPolicyError(
                 "kv_trace", f"kv_trace={shown(self.trace)} must be a file name"
             )
-        for name in ("reference_kernels", "poison_freed", "check_ranks"):
+        for name in ("audit", "reference_kernels", "poison_freed", "check_ranks"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise KVPolicyError(
@@ -191,6 +194,8 @@ class KeyformerConfig:
         """
         if self.score_mode != "auto":
             return self.score_mode
+        if self.audit:  # what it measures comes out of that kernel
+            return "fused"
         return "deferred" if layout == "amx" and not has_alibi else "fused"
 
     def retention(self, num_prompt_tokens: int, block_size: int) -> Retention:
@@ -264,7 +269,10 @@ class KeyformerConfig:
                 )
                 + f"; valid ones: {', '.join(POLICY_NAMES)}",
             )
-        return cls(**values)
+        config = cls(**values)
+        if config.audit:
+            _check_audit(config)
+        return config
 
     def to_mapping(self) -> dict[str, Any]:
         """The settings as plain JSON values, accepted by :meth:`from_mapping`."""
@@ -365,6 +373,36 @@ def shown(value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_audit(config: KeyformerConfig) -> None:
+    """Refuse a server's settings that leave nothing to audit or break its kernels.
+
+    Not for those of a request: it may opt out of an audit as it may of eviction.
+    """
+    reasons = {
+        "policy": (config.policy == "full", "it evicts nothing that could be audited"),
+        "budget": (
+            is_full_budget(config.budget),
+            "it evicts nothing that could be audited",
+        ),
+        "score_mode": (
+            config.score_mode not in ("auto", "fused"),
+            "what is audited is measured where queries attend; use fused or auto",
+        ),
+        "positions": (
+            config.compact_positions,
+            "no token leaves, so none is renumbered; use original",
+        ),
+        "poison_freed": (config.poison_freed, "no block is freed"),
+    }
+    for name, (violated, reason) in reasons.items():
+        if violated:
+            raise KVPolicyError(
+                f"kv_{name}",
+                f"kv_{name}={shown(getattr(config, name))} cannot be combined with "
+                f"kv_audit: {reason}",
+            )
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

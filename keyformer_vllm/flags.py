@@ -19,10 +19,10 @@ from keyformer_vllm.config import (
 
 @dataclass(frozen=True)
 class Flag:
-    """One ``--kv-*`` flag: its setting, parser and help text."""
+    """One ``--kv-*`` flag: its setting, parser and help text; no parser: a switch."""
 
     setting: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any] | None
     metavar: str
     help: str
 
@@ -30,6 +30,11 @@ class Flag:
     def option(self) -> str:
         """The long option, for example ``--kv-budget``."""
         return "--kv-" + self.setting.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag takes no value: it is there or not."""
+        return self.parse is None
 
     @property
     def dest(self) -> str:
@@ -42,6 +47,7 @@ class Flag:
         Raises:
             KVPolicyError: when it is not a number where one is needed.
         """
+        assert self.parse is not None, self.option
         try:
             return self.parse(text)
         except ValueError:
@@ -113,6 +119,12 @@ FLAGS = (
         "WHICH",
         "Positions that attention sees after an eviction: original, or compact "
         "(renumbered; models with ALiBi only).",
+    ),
+    Flag(
+        "audit",
+        None,
+        "",
+        "Evict nothing; measure what would have been evicted and what it still gets.",
     ),
     Flag("trace", str, "FILE", "Write what was evicted to FILE, one JSON line each."),
 )

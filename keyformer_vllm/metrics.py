@@ -28,19 +28,23 @@ class Metric:
 
     Args:
         name: without prefix and, for a counter, without ``_total``.
-        kind: a ``counter`` is sent as what was added, a ``gauge`` as what it is.
+        kind: a ``counter`` is sent as what was added, a ``gauge`` as what it is, a
+            ``histogram`` as how often each value was observed.
         documentation: its help text.
         label: a label besides those that vLLM's own metrics have.
         label_values: every value that the label takes; all are shown from the start.
         unit: what a count of 1 is worth. Counts are integers: times are nanoseconds.
+            Of a histogram, what observed values are rounded to.
+        buckets: upper limits of a histogram's buckets.
     """
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     documentation: str
     label: str | None = None
     label_values: tuple[str, ...] = ()
     unit: float = 1.0
+    buckets: tuple[float, ...] = ()
 
     @property
     def exported_name(self) -> str:
@@ -110,6 +114,32 @@ _TABLE = (
         "gauge",
         "Tokens of running requests computed so far, evicted ones included.",
     ),
+    Metric(
+        "audit_evictions",
+        "counter",
+        "Under an audit: evictions that would have been carried out.",
+    ),
+    Metric(
+        "audit_evicted_tokens",
+        "counter",
+        "Under an audit: tokens that would have been evicted.",
+    ),
+    Metric(
+        "audit_mass_lost",
+        "histogram",
+        "Under an audit: share of the attention of a decode step that went to tokens "
+        "that would be gone, mean of all layers and heads. One observation per request "
+        "and step, from its first eviction that would have been.",
+        unit=1e-5,
+        buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+        + (0.3, 0.5, 1.0),
+    ),
+    Metric(
+        "audit_steps_at_risk",
+        "counter",
+        "Under an audit: of these observations, those whose token likely would have "
+        "been another one.",
+    ),
 )
 
 METRICS = {metric.name: metric for metric in _TABLE}
@@ -125,7 +155,8 @@ class StepCounts:
     """Integers by metric and label value, added up until somebody takes them.
 
     They travel between processes as a plain dict: ``keyformer:requests=h2o`` is the
-    metric ``requests`` with the label value ``h2o``.
+    metric ``requests`` with the label value ``h2o``, and of a histogram
+    ``keyformer:audit_mass_lost=70`` counts how often 70 units were observed.
     """
 
     def __init__(self) -> None:
@@ -141,6 +172,15 @@ class StepCounts:
         """
         key = PREFIX + name if label_value is None else f"{PREFIX}{name}={label_value}"
         self._counts[key] = self._counts.get(key, 0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        """Note one value of a histogram.
+
+        Args:
+            name: a key of ``METRICS``.
+            value: rounded to the metric's unit, so that the different ones stay few.
+        """
+        self.add(name, label_value=str(round(value / METRICS[name].unit)))
 
     def merge(self, counts: Mapping[str, int]) -> None:
         """Add counts that were taken elsewhere.
@@ -160,6 +200,8 @@ class StepCounts:
 def samples(counts: Mapping[str, int]) -> Iterator[tuple[Metric, str | None, float]]:
     """What a step's counts say: metric, label value or None, and the value.
 
+    A histogram's value comes once for each time it was observed.
+
     Args:
         counts: as from :meth:`StepCounts.take`.
 
@@ -169,6 +211,10 @@ def samples(counts: Mapping[str, int]) -> Iterator[tuple[Metric, str | None, flo
     for key, count in counts.items():
         name, _, label_value = key.removeprefix(PREFIX).partition("=")
         metric = METRICS[name]
+        if metric.kind == "histogram":
+            for _ in range(count):
+                yield metric, None, int(label_value) * metric.unit
+            continue
         if label_value not in (metric.label_values or ("",)):
             raise KeyError(key)
         yield metric, label_value or None, count * metric.unit
@@ -178,7 +224,7 @@ class PrometheusExporter:
     """The metrics in prometheus_client's default registry, labelled as vLLM's are.
 
     With several API servers each process has its own and vLLM's ``/metrics`` adds
-    them up: counters as sums, gauges as what was set last.
+    them up: counters and histograms as sums, gauges as what was set last.
 
     Args:
         model_name: the served model's name.
@@ -189,7 +235,7 @@ class PrometheusExporter:
     """Of the last exporter of this process; one name can be registered only once."""
 
     def __init__(self, model_name: str, engine_indexes: Iterable[int]) -> None:
-        from prometheus_client import REGISTRY, Counter, Gauge
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         while self._registered:
             REGISTRY.unregister(self._registered.pop())
@@ -198,15 +244,13 @@ class PrometheusExporter:
         for metric in _TABLE:
             labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
             collector: Any
+            named = (PREFIX + metric.name, metric.documentation, labels)
             if metric.kind == "counter":
-                collector = Counter(PREFIX + metric.name, metric.documentation, labels)
+                collector = Counter(*named)
+            elif metric.kind == "histogram":
+                collector = Histogram(*named, buckets=metric.buckets)
             else:
-                collector = Gauge(
-                    PREFIX + metric.name,
-                    metric.documentation,
-                    labels,
-                    multiprocess_mode="mostrecent",
-                )
+                collector = Gauge(*named, multiprocess_mode="mostrecent")
             self._registered.append(collector)
             for engine in engines:
                 for value in metric.label_values or (None,):
@@ -218,7 +262,7 @@ class PrometheusExporter:
                     self._children[engine, metric.name, value] = child
 
     def observe(self, counts: Mapping[str, int], engine_index: int) -> None:
-        """Add one step's counts to the counters and set the gauges.
+        """Add one step's counts to counters and histograms, and set the gauges.
 
         Args:
             counts: as from :meth:`StepCounts.take`; empty when nothing happened.
@@ -228,5 +272,7 @@ class PrometheusExporter:
             child = self._children[engine_index, metric.name, label_value]
             if metric.kind == "counter":
                 child.inc(value)
+            elif metric.kind == "histogram":
+                child.observe(value)
             else:
                 child.set(value)

@@ -26,9 +26,9 @@ from keyformer_vllm.flags import FLAGS, settings_from_flags
 NAN, INF = math.nan, math.inf
 HUGE_INT = 10**6000  # more digits than Python turns into text
 
-SWITCHES = ("check_ranks", "poison_freed", "reference_kernels")
-"""For tests and debugging; they have no flag."""
-UNFLAGGED = ("attention", *SWITCHES)
+DEBUGGING = ("check_ranks", "poison_freed", "reference_kernels")
+SWITCHES = ("audit", *DEBUGGING)
+UNFLAGGED = ("attention", *DEBUGGING)
 
 GOOD_VALUES = [
     *(("policy", name) for name in POLICY_NAMES),
@@ -131,6 +131,7 @@ def test_defaults_are_the_documented_ones():
         "kernels": "auto",
         "select": "token",
         "positions": "original",
+        "audit": False,
         "trace": None,
         "attention": "FLASH_ATTN",
         "reference_kernels": False,
@@ -200,6 +201,38 @@ def test_score_mode_auto_depends_on_model_and_cpu(has_alibi, layout):
         assert config.score_mode_for(has_alibi, layout) == mode
 
 
+@pytest.mark.parametrize("layout", ["vec", "amx"])
+def test_an_audit_is_measured_while_queries_attend(layout):
+    assert make_config(audit=True).score_mode_for(False, layout) == "fused"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "full"),
+        ("budget", 1.0),
+        ("score_mode", "deferred"),
+        ("score_mode", "step"),
+        ("positions", "compact"),
+        ("poison_freed", True),
+    ],
+)
+def test_an_audit_is_refused_what_it_cannot_measure(name, value):
+    values = {"policy": "keyformer", "audit": True} | {name: value}
+    with pytest.raises(
+        KVPolicyError, match="cannot be combined with kv_audit"
+    ) as caught:
+        KeyformerConfig.from_mapping(values)
+    assert caught.value.parameter == f"kv_{name}"
+    KeyformerConfig.from_mapping(values | {"audit": False})
+
+
+def test_a_request_may_opt_out_of_an_audit():
+    server = KeyformerConfig.from_mapping({"policy": "keyformer", "audit": True})
+    assert not server.with_request({"kv_policy": "full"}).evicts
+    assert not server.with_request({"kv_budget": 1.0}).evicts
+
+
 def test_unknown_setting_is_refused_with_the_list_of_valid_ones():
     with pytest.raises(KVPolicyError) as caught:
         KeyformerConfig.from_mapping({"policy": "h2o", "budgett": 0.5})
@@ -253,7 +286,8 @@ def test_parse_budget_tells_tokens_from_fractions(text, value):
 def test_flag_names_and_defaults(flag):
     assert flag.option == "--" + flag.dest.replace("_", "-")
     assert flag.dest == f"kv_{flag.setting}"
-    if flag.setting not in ("policy", "trace"):
+    assert flag.is_switch == (flag.default is False)
+    if flag.setting not in ("policy", "trace") and not flag.is_switch:
         assert flag.read(str(flag.default)) == flag.default
     assert "%" not in flag.help
 

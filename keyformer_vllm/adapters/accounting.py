@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from keyformer_vllm.adapters.audit import AuditedStep
 from keyformer_vllm.adapters.plan import EvictionEntry
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.metrics import StepCounts
@@ -17,12 +18,30 @@ REPORT_KEY = "kv_report"
 
 @dataclass
 class _RequestAccount:
-    """One request: may it evict, how often did it since it last started, and ever."""
+    """One request: may it evict, how often did it since it last started, and ever.
+
+    Under an audit read "would it have"; the steps count from its first one on.
+    """
 
     may_evict: bool
     reported: bool
     evictions: int = 0
     ever_evicted: bool = False
+    steps: int = 0
+    steps_at_risk: int = 0
+    total_mass_lost: float = 0.0
+    max_mass_lost: float = 0.0
+
+    def audit(self, evicted_tokens: int) -> dict[str, int | float]:
+        """Its part of a report."""
+        return {
+            "evicted_tokens": evicted_tokens,
+            "evictions": self.evictions,
+            "steps": self.steps,
+            "steps_at_risk": self.steps_at_risk,
+            "mass_lost_mean": self.total_mass_lost / max(1, self.steps),
+            "mass_lost_max": self.max_mass_lost,
+        }
 
 
 class Accounting:
@@ -30,13 +49,15 @@ class Accounting:
 
     Args:
         block_size: tokens per KV cache block.
+        audit: whether nothing is really evicted.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, audit: bool) -> None:
         self.counts = StepCounts()
         self.reported: set[str] = set()
         self.requests: dict[str, _RequestAccount] = {}
         self._block_size = block_size
+        self._audit = audit
 
     def arrived(self, request_id: str, config: KeyformerConfig, reported: bool) -> None:
         """Note a new request.
@@ -58,10 +79,27 @@ class Accounting:
             account.evictions += 1
             account.ever_evicted = True
             num_evict = entry.counts.num_evict
+            if self._audit:
+                self.counts.add("audit_evicted_tokens", num_evict)
+                self.counts.add("audit_evictions")
+                continue
             self.counts.add("evicted_tokens", num_evict)
             self.counts.add("freed_blocks", num_evict // self._block_size)
-        if evictions:
-            self.counts.add("compactions", len(evictions))
+            self.counts.add("compactions")
+
+    def audited(self, steps: Mapping[str, AuditedStep]) -> None:
+        """Note what an audit measured in a step, by request id."""
+        for request_id, step in steps.items():
+            account = self.requests.get(request_id)
+            if account is None:  # aborted while the step was under way
+                continue
+            account.steps += 1
+            account.steps_at_risk += step.at_risk
+            account.total_mass_lost += step.mass_lost
+            account.max_mass_lost = max(account.max_mass_lost, step.mass_lost)
+            self.counts.observe("audit_mass_lost", step.mass_lost)
+            if step.at_risk:
+                self.counts.add("audit_steps_at_risk")
 
     def dropped(self) -> None:
         """Note an eviction that was due in the step that preempted its request."""
@@ -71,21 +109,30 @@ class Accounting:
         """Note a preemption: the request computes everything anew."""
         self.requests[request_id].evictions = 0
 
-    def report(self, request: Any, evicted_blocks: int) -> dict[str, int]:
+    def report(self, request: Any, evicted_blocks: int) -> dict[str, Any]:
         """What a request evicted and holds, as of its last output.
 
         Args:
             request: vLLM's ``Request``, still accounted for.
             evicted_blocks: its E.
         """
+        account = self.requests[request.request_id]
         evicted = evicted_blocks * self._block_size
+        computed = _computed_tokens(request)
+        if self._audit:
+            return {
+                "evicted_tokens": 0,
+                "resident_tokens": computed,
+                "evictions": 0,
+                "audit": account.audit(evicted),
+            }
         return {
             "evicted_tokens": evicted,
-            "resident_tokens": _computed_tokens(request) - evicted,
-            "evictions": self.requests[request.request_id].evictions,
+            "resident_tokens": computed - evicted,
+            "evictions": account.evictions,
         }
 
-    def finished(self, request: Any, evicted_blocks: int) -> dict[str, int] | None:
+    def finished(self, request: Any, evicted_blocks: int) -> dict[str, Any] | None:
         """Close the account of a request, however it ended.
 
         Args:

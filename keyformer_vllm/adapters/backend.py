@@ -13,7 +13,7 @@ from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kv_cache_spec import KeyformerSpec
 from keyformer_vllm.adapters.metadata import KeyformerCPUMetadataBuilder
-from keyformer_vllm.adapters.score_batch import ScoreBatch
+from keyformer_vllm.adapters.own_attention import OwnAttention
 from keyformer_vllm.adapters.scoring_impl import ScoringImpl
 from keyformer_vllm.config import KeyformerConfig
 from keyformer_vllm.ops.layout import LAYOUTS, check_page, probe_layout
@@ -143,9 +143,7 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
         own = attn_metadata.own
         if own.rest is None:
             num_tokens = attn_metadata.num_step_tokens
-            self._attend_scored(
-                query[:num_tokens], output[:num_tokens], kv_cache, own.batch
-            )
+            self._attend_scored(query[:num_tokens], output[:num_tokens], kv_cache, own)
             return
         rest = query.index_select(0, own.rest)
         attended = torch.empty_like(rest)
@@ -153,7 +151,7 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
         output.index_copy_(0, own.rest, attended)
         mine = query.index_select(0, own.tokens)
         attended = torch.empty_like(mine)
-        self._attend_scored(mine, attended, kv_cache, own.batch)
+        self._attend_scored(mine, attended, kv_cache, own)
         output.index_copy_(0, own.tokens, attended)
 
     def _attend_scored(
@@ -161,25 +159,41 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
         query: torch.Tensor,
         output: torch.Tensor,
         kv_cache: torch.Tensor,
-        batch: ScoreBatch,
+        own: OwnAttention,
     ) -> None:
-        """Attend and score in one pass over K and V.
+        """Attend and score in one pass over K and V, and measure for an audit.
 
         Args:
             query: ``[num_tokens, num_query_heads, head_size]``, after RoPE.
             output: same shape. Mutated.
             kv_cache: the layer's cache, with the keys of the queries in it.
-            batch: whose queries these are.
+            own: whose queries these are.
         """
         side = self.side
         assert side is not None, "side data was not bound to this layer"
+        if own.front_blocks is not None:
+            assert side.audit is not None and side.place is None
+            settings = self.score_settings(side)
+            del settings["place"]
+            ops.paged_attention_audited(
+                output,
+                side.audit[: len(query)],
+                query,
+                kv_cache,
+                side.score,
+                side.position,
+                *own.batch.arguments(),
+                own.front_blocks,
+                **settings,
+            )
+            return
         ops.paged_attention_scored(
             output,
             query,
             kv_cache,
             side.score,
             side.position,
-            *batch.arguments(),
+            *own.batch.arguments(),
             **self.score_settings(side),
         )
 

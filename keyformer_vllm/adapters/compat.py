@@ -230,6 +230,34 @@ def take_step_counts(carrier: Any) -> dict[str, int]:
     return {key: by_stage.pop(key) for key in ours}
 
 
+_AUDIT = "keyformer_audit"
+
+
+def attach_audit(output: Any, audited: dict[str, Any]) -> None:
+    """Send what an audit measured along with a worker's output.
+
+    Args:
+        output: vLLM's ``ModelRunnerOutput``; pickled, so an attribute travels with it.
+            Mutated.
+        audited: by request id.
+    """
+    assert output is not __getattr__("EMPTY_MODEL_RUNNER_OUTPUT"), "is shared"
+    setattr(output, _AUDIT, audited)
+
+
+def take_audit(output: Any) -> dict[str, Any]:
+    """What :func:`attach_audit` sent; empty when there is none."""
+    found: dict[str, Any] = getattr(output, _AUDIT, {})
+    return found
+
+
+def pending_logits(model_runner: Any) -> Any:
+    """Logits of the step that was run and not sampled from yet, one row per request
+    of the batch; None when there is no such step."""
+    state = model_runner.execute_model_state
+    return None if state is None else state.logits
+
+
 def total_heads(vllm_config: Any) -> tuple[int, int]:
     """Query heads and KV heads of the whole model."""
     model_config = vllm_config.model_config

@@ -67,17 +67,23 @@ def add_flags(parser: Any) -> None:
         description="Keyformer: keep a bounded KV cache and give the rest back.",
     )
     for flag in FLAGS:
-        shown = f" (default: {flag.default})" if flag.default is not None else ""
+        shown = ""
+        taken: dict[str, Any] = {"action": "store_const", "const": True}
+        if not flag.is_switch:
+            shown = f" (default: {flag.default})" if flag.default is not None else ""
+            taken = {
+                "action": _PolicyAction if flag.setting == "policy" else "store",
+                "type": functools.partial(_read_flag, flag),
+                "metavar": flag.metavar,
+            }
         group.add_argument(
             flag.option,
             dest=flag.dest,
             default=None,
-            action=_PolicyAction if flag.setting == "policy" else "store",
-            type=functools.partial(_read_flag, flag),
-            metavar=flag.metavar,
             # Printed with precision 0: keeps vLLM's help formatter from adding
             # the None above as this flag's default.
             help=f"{flag.help}{shown}%(default).0s",
+            **taken,
         )
 
 

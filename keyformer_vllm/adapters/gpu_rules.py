@@ -75,6 +75,12 @@ def _score_mode(engine_args: Any) -> str | None:
     )
 
 
+def _audit(engine_args: Any) -> str | None:
+    policy = _policy(engine_args)
+    assert policy is not None
+    return setting_if(policy.audit, "--kv-audit on a GPU")
+
+
 def _kernels(engine_args: Any) -> str | None:
     policy = _policy(engine_args)
     assert policy is not None
@@ -118,6 +124,12 @@ GPU_ARGS_RULES = (
         _on_gpu(_score_mode),
         "decode steps run in CUDA graphs, which cannot score",
         "use --kv-score-mode deferred or leave it out",
+    ),
+    Rule(
+        "audit",
+        _on_gpu(_audit),
+        "what it measures comes out of a kernel that only a CPU has",
+        "audit on a CPU or leave it out",
     ),
     Rule(
         "kernels",

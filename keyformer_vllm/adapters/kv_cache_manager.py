@@ -11,7 +11,8 @@ Prefix caching stays on. These rules keep it right:
    back stay there. Those that the request goes on with are copied first, and the copies
    take over their hashes; where no block is free for a copy, the hash is dropped.
 3. From its first eviction on nothing more of a request enters the cache: its keys and
-   values follow from what it retained, not from its tokens alone.
+   values follow from what it retained, not from its tokens alone. Under an audit they
+   follow from its tokens, but no longer lie in their order.
 
 Copies are pairs of block ids that workers carry out at the head of the step, so the
 blocks that are filled in this very step cannot be copied yet.
@@ -42,6 +43,7 @@ class KeyformerManager(compat.FullAttentionManager):  # type: ignore[misc]
         self.evicting: Collection[str] = ()
         """Ids of the requests that may evict; the scheduler keeps it."""
         self._exclusive: set[int] = set()  # blocks of these requests
+        self._rewritten: set[str] = set()  # requests that evicted, or would have
         self._unfilled: set[int] = set()  # blocks in the cache before their content is
         self._hit_copies: BlockCopies = []
         self._hits: dict[str, list[int]] = {}
@@ -123,6 +125,7 @@ class KeyformerManager(compat.FullAttentionManager):  # type: ignore[misc]
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         blocks: list[Any] = super().pop_blocks_for_free(request_id)
+        self._rewritten.discard(request_id)
         if request_id in self.evicting:
             self._exclusive.difference_update(block.block_id for block in blocks)
         return blocks
@@ -131,9 +134,9 @@ class KeyformerManager(compat.FullAttentionManager):  # type: ignore[misc]
         self, request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
         request_id = request.request_id
-        blocks = self.req_to_blocks[request_id]
-        if blocks and blocks[0].is_null:
+        if request_id in self._rewritten:
             return
+        blocks = self.req_to_blocks[request_id]
         first = self.num_cached_block.get(request_id, 0)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
         filled = blocks[first : num_tokens // self.block_size]
@@ -193,11 +196,31 @@ class KeyformerManager(compat.FullAttentionManager):  # type: ignore[misc]
         blocks = self.req_to_blocks[request_id]
         assert 0 <= first < last < len(blocks), (first, last, len(blocks))
         assert first == 0 or blocks[first - 1].is_null, (request_id, first)
-        assert all(block.ref_cnt == 1 for block in blocks[first:]), request_id
         assert all(block.block_hash is None for block in blocks[last:]), request_id
-        held = [block.block_id for block in blocks[first:]]
+        held = self._start_rewriting(request_id, first)
         freed = blocks[first:last]
         self._exclusive.difference_update(block.block_id for block in freed)
         self._remove_blocks_in_range(request_id, first, last)
         assert blocks[last - 1].is_null and not blocks[last].is_null
         return held, [b.block_id for b in freed if b.block_hash is not None]
+
+    def keep_prefix(self, request_id: str, first: int) -> list[int]:
+        """What :meth:`evict_prefix` does where nothing is given back: an audit.
+
+        Args:
+            request_id: a request that holds blocks; those from ``first`` on are not in
+                the prefix cache (see :meth:`uncache`).
+            first: first logical block that will be rewritten.
+
+        Returns:
+            Ids of the physical blocks from there on.
+        """
+        blocks = self.req_to_blocks[request_id]
+        assert all(block.block_hash is None for block in blocks[first:]), request_id
+        return self._start_rewriting(request_id, first)
+
+    def _start_rewriting(self, request_id: str, first: int) -> list[int]:
+        blocks = self.req_to_blocks[request_id][first:]
+        assert all(block.ref_cnt == 1 for block in blocks), request_id
+        self._rewritten.add(request_id)
+        return [block.block_id for block in blocks]

@@ -78,7 +78,8 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
         )
         rows = table.rows_of(request_ids)
         evicted = table.column("evicted_blocks")[rows]
-        if evicted.any():
+        # An audit leaves all tokens where attention finds them.
+        if runtime.audit is None and evicted.any():
             common = self._to_physical(common, torch.from_numpy(evicted))
         if runtime.rank_check is not None:
             lengths_read = dict(zip(request_ids, common.seq_lens.tolist(), strict=True))
@@ -97,6 +98,8 @@ class KeyformerCPUMetadataBuilder(compat.CPUAttentionMetadataBuilder):  # type: 
             self._plan_scoring(common, runtime, rows, lengths, own, metadata)
         if own.any():
             metadata.own = _own_attention(common, runtime, rows, own, rest)
+            if runtime.audit is not None:
+                runtime.audit.plan(request_ids, np.flatnonzero(own), evicted)
         return metadata
 
     def _to_physical(self, common: Any, evicted: torch.Tensor) -> Any:
@@ -160,9 +163,9 @@ def _own_requests(
     own = np.zeros(len(rows), np.bool_)
     if runtime.score_mode == "fused":
         own |= table.column("scores")[rows] & (lengths == 1)
-    if runtime.has_alibi:
-        # Nothing was evicted yet: places in the cache are positions. Afterwards only
-        # decode steps come.
+    if runtime.has_alibi or runtime.audit is not None:
+        # Nothing was evicted yet: places in the cache are positions, and there is
+        # nothing to measure. Afterwards only decode steps come.
         evicted = table.column("evicted_blocks")[rows] > 0
         assert (lengths[evicted] == 1).all(), lengths
         own |= evicted
@@ -192,7 +195,11 @@ def _own_attention(
         tau=tau,
         noise_keys=torch.from_numpy(runtime.table.column("noise_key")[rows]),
     )
-    return OwnAttention(batch, None if rest is None else tokens, rest)
+    front_blocks = None
+    if runtime.audit is not None:
+        evicted = runtime.table.column("evicted_blocks")[rows]
+        front_blocks = torch.from_numpy(evicted)
+    return OwnAttention(batch, front_blocks, None if rest is None else tokens, rest)
 
 
 def _reset_slots(

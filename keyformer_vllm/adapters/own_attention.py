@@ -23,12 +23,15 @@ class OwnAttention:
 
     Args:
         batch: these requests; rows with a temperature of 0 attend without scoring.
+        front_blocks: int32 ``[num_reqs]``, leading blocks with tokens that an audit
+            takes for evicted; None: no audit.
         tokens: int64, their tokens of the step; None when they are all of it, and
             vLLM's kernel has nothing to do.
         rest: int64, the other tokens; None likewise.
     """
 
     batch: ScoreBatch
+    front_blocks: torch.Tensor | None
     tokens: torch.Tensor | None
     rest: torch.Tensor | None
 

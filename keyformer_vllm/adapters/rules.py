@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.config import config_from_additional
 
 SCHEDULER = "keyformer_vllm.adapters.scheduler.make_scheduler"
 """What ``--scheduler-cls`` becomes."""
@@ -115,6 +116,14 @@ def _other_class(name: str, ours: str) -> Callable[[Any], str | None]:
         )
 
     return find
+
+
+def _audit_of_ranks(args: Any) -> str | None:
+    config = config_from_additional(args.additional_config)
+    return setting_if(
+        config is not None and config.audit and args.tensor_parallel_size > 1,
+        f"--kv-audit and --tensor-parallel-size {args.tensor_parallel_size}",
+    )
 
 
 def _worker_class(args: Any) -> str | None:
@@ -233,6 +242,11 @@ ENGINE_ARGS_RULES = (
             args.enable_return_routed_experts, "--enable-return-routed-experts"
         ),
         "it stores them by cached block, and after an eviction nothing is cached",
+    ),
+    Rule(
+        "audit of several ranks",
+        _audit_of_ranks,
+        "each rank would measure its own heads only",
     ),
     Rule("scheduler class", _other_class("scheduler_cls", SCHEDULER), OWN_CLASS),
     Rule("worker class", _worker_class, OWN_CLASS),

@@ -12,6 +12,7 @@ import torch
 
 from keyformer_vllm import ops
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.audit import StepAudit
 from keyformer_vllm.adapters.plan import EvictionEntry, StepPlan, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.ranks import HeadShare, RankCheck, ReplicaGroup
@@ -112,6 +113,12 @@ class WorkerRuntime:
         if self.score_mode == "deferred":
             shape = RingShape.of_layers(vllm_config, layers)
             self.ring = QueryRing(shape, self.table, self.kv_pages.device)
+        self.audit: StepAudit | None = None
+        if config.audit:
+            num_rows = vllm_config.scheduler_config.max_num_seqs
+            self.audit = StepAudit(
+                len(layers), num_rows, first_impl.num_heads, self.kv_pages.device
+            )
         for index, (name, layer) in enumerate(layers.items()):
             layer.impl.side = LayerSide(
                 layer_index=compat.extract_layer_index(name),
@@ -122,6 +129,7 @@ class WorkerRuntime:
                 layout=self.layout,
                 impl=impl,
                 ring=self.ring.layer(index) if self.ring is not None else None,
+                audit=self.audit.layer(index) if self.audit is not None else None,
                 counts=self.counts,
             )
         for builder in compat.metadata_builders(model_runner):
@@ -182,6 +190,8 @@ class WorkerRuntime:
             self._check_plan(self.rank_check, plan)
         if self.trace is not None:
             self.trace.record(self, scheduler_output, plan)
+        if self.audit is not None:
+            self.audit.forget()
         self.in_step = True
         try:
             return execute(scheduler_output, *args, **kwargs)
@@ -195,8 +205,14 @@ class WorkerRuntime:
             sample: the model runner's own ``sample_tokens``.
             args: its arguments, handed through.
         """
+        # Before sampling, which changes logits in place.
+        audited = {}
+        if self.audit is not None:
+            audited = self.audit.take(compat.pending_logits(self._model_runner))
         output = sample(*args)
         compat.attach_step_counts(output, self.counts.take())
+        if audited:
+            compat.attach_audit(output, audited)
         return output
 
     def _evict(self, evictions: dict[str, EvictionEntry]) -> None:
@@ -237,7 +253,9 @@ class WorkerRuntime:
             impl=self.impl,
         )
         selected = perf_counter_ns()
-        ops.compact_kv(
+        # An audit keeps those that would be gone, in the blocks that would be.
+        move = ops.compact_kv if self.audit is None else ops.exchange_kv
+        move(
             self.kv_pages,
             self.score,
             self.position,

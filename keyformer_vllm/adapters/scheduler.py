@@ -72,7 +72,7 @@ class KeyformerSchedulerMixin:
         self.kv_manager.evicting = self.retentions
         self.request_params: dict[str, RequestParams] = {}
         self.evicted_blocks: dict[str, int] = {}
-        self.accounting = Accounting(self.kv_manager.block_size)
+        self.accounting = Accounting(self.kv_manager.block_size, config.audit)
         logger.info(describe_policy(config, self.vllm_config, self.kv_cache_config))  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
@@ -109,6 +109,8 @@ class KeyformerSchedulerMixin:
         self, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
         self.accounting.counts.merge(compat.take_step_counts(model_runner_output))
+        if self.kv_config.audit:
+            self.accounting.audited(compat.take_audit(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if self.accounting.reported:
             self._report_running(outputs)
@@ -118,7 +120,9 @@ class KeyformerSchedulerMixin:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
             logical = sum(r.num_computed_tokens for r in self.running)  # type: ignore[attr-defined]
-            evicted = sum(self.evicted_blocks.values()) * self.kv_manager.block_size
+            evicted = 0
+            if not self.kv_config.audit:
+                evicted = sum(self.evicted_blocks.values()) * self.kv_manager.block_size
             counts = self.accounting.counts
             counts.add("logical_tokens", logical)
             counts.add("resident_tokens", logical - evicted)
@@ -127,6 +131,8 @@ class KeyformerSchedulerMixin:
 
     def _evict_due_requests(self) -> tuple[dict[str, EvictionEntry], BlockCopies]:
         """Free blocks of every request past its budget by a block or more.
+
+        Under an audit all of it is worked out and no block is freed.
 
         Returns:
             The evictions, and the copies that come before them.
@@ -142,19 +148,27 @@ class KeyformerSchedulerMixin:
             eviction = retention.eviction(request.num_computed_tokens, first)
             if eviction is not None:
                 due[request.request_id] = eviction
+        # An audit exchanges tokens with blocks that an eviction would give back.
         copies = self.kv_manager.uncache(
             {
-                request_id: eviction.evicted_blocks
+                request_id: (
+                    self.evicted_blocks.get(request_id, 0)
+                    if self.kv_config.audit
+                    else eviction.evicted_blocks
+                )
                 for request_id, eviction in due.items()
             }
         )
         evictions: dict[str, EvictionEntry] = {}
         for request_id, eviction in due.items():
-            held, cached = self.kv_manager.evict_prefix(
-                request_id,
-                self.evicted_blocks.get(request_id, 0),
-                eviction.evicted_blocks,
-            )
+            first = self.evicted_blocks.get(request_id, 0)
+            cached: list[int] = []
+            if self.kv_config.audit:
+                held = self.kv_manager.keep_prefix(request_id, first)
+            else:
+                held, cached = self.kv_manager.evict_prefix(
+                    request_id, first, eviction.evicted_blocks
+                )
             self.evicted_blocks[request_id] = eviction.evicted_blocks
             evictions[request_id] = EvictionEntry(held, eviction, cached)
         return evictions, copies
@@ -244,9 +258,15 @@ def describe_policy(
         num_blocks=kv_cache_config.num_blocks - 1,
         watermark_blocks=int(scheduling.watermark * kv_cache_config.num_blocks),
     )
-    cap = ""
-    if scheduling.max_num_seqs < capacity.running:
-        cap = (
+    running = (
+        f"{capacity.running}, {capacity.running_without_eviction} without eviction"
+    )
+    if config.audit:
+        running = (
+            f"{capacity.running_without_eviction}, {capacity.running} with eviction"
+        )
+    elif scheduling.max_num_seqs < capacity.running:
+        running += (
             f"; max_num_seqs={scheduling.max_num_seqs} caps it: "
             f"raise it to {capacity.running}"
         )
@@ -264,15 +284,15 @@ def describe_policy(
         "tokens" if isinstance(config.budget, int) else f"of the {config.budget_base}"
     )
     choice = _describe_choice(config, score_mode)
+    audit = " (audit: nothing is evicted)" if config.audit else ""
     return (
-        f"KV policy {config.policy}: budget {config.budget} {what} "
+        f"KV policy {config.policy}{audit}: budget {config.budget} {what} "
         f"(at least {config.min_tokens} tokens), {choice}; "
         f"block size {block_size}, side data {side} bytes "
         f"per block and layer{places} "
         f"({100 * side / spec.page_size_bytes:.1f} % of a page); "
         f"{kernels}{ring}"
-        f"{max_model_len}-token requests running at once: {capacity.running}, "
-        f"{capacity.running_without_eviction} without eviction{cap}"
+        f"{max_model_len}-token requests running at once: {running}"
     )
 
 

@@ -27,6 +27,8 @@ class LayerSide:
         layout: packing of K and V inside a block.
         impl: implementation of the operators (``ops.IMPLS``).
         ring: the layer's waiting queries (``QueryRing.layer``); None: none wait.
+        audit: where the layer leaves what it measured (``StepAudit.layer``); None: no
+            audit.
         counts: the worker's, for the time that scoring takes.
     """
 
@@ -38,6 +40,7 @@ class LayerSide:
     layout: str
     impl: str
     ring: torch.Tensor | None
+    audit: torch.Tensor | None
     counts: StepCounts
 
 

@@ -25,11 +25,15 @@ class FakeWorker:
     Args:
         block_size: tokens per block.
         generated: the token that every request generates.
+        audit: whether evictions exchange tokens and drop none.
     """
 
-    def __init__(self, block_size: int, generated: int, seed: int = 0) -> None:
+    def __init__(
+        self, block_size: int, generated: int, seed: int = 0, audit: bool = False
+    ) -> None:
         self.block_size = block_size
         self.generated = generated
+        self.audit = audit
         self.slots: dict[tuple[int, int], Content] = {}
         self.scores: dict[tuple[int, int], Owner] = {}
         self.rows: dict[str, list[int]] = {}
@@ -144,6 +148,14 @@ class FakeWorker:
         kept = fixed + self._random.sample(rest, num_free)
         for place, content in zip(places[counts.num_evict :], kept, strict=True):
             self.slots[place] = content
+        if self.audit:
+            assert not entry.cached_ids
+            gone = [content for content in rest if content not in set(kept)]
+            for place, content in zip(places[: counts.num_evict], gone, strict=True):
+                self.slots[place] = content
+            self.evicted[request_id] = counts.evicted_blocks
+            self.num_evictions += 1
+            return
         freed = entry.block_ids[: counts.num_evict // size]
         assert set(entry.cached_ids) <= set(freed)
         for block, offset in places[: counts.num_evict]:
@@ -157,7 +169,7 @@ class FakeWorker:
         row = self.rows[request_id]
         last = first + count
         contents = self.clean(request_id, first, last)
-        if self.evicted[request_id]:
+        if self.evicted[request_id] and not self.audit:
             contents = [(self._owner(request_id), p) for p in range(first, last)]
         for content in contents:
             position = content[1]
@@ -171,10 +183,8 @@ class FakeWorker:
         """Attention sees what this request computed, or would have."""
         size = self.block_size
         row = self.rows[request_id]
-        places = [
-            (row[slot // size], slot % size)
-            for slot in range(self.evicted[request_id] * size, num_tokens)
-        ]
+        first = 0 if self.audit else self.evicted[request_id] * size
+        places = [(row[slot // size], slot % size) for slot in range(first, num_tokens)]
         seen = [self.slots[place] for place in places]
         clean = self.clean(request_id, 0, num_tokens)
         end = self._evicted_at.get(request_id, num_tokens)
@@ -185,6 +195,7 @@ class FakeWorker:
             assert seen == mine
         assert set(seen) <= set(mine) and len(set(seen)) == len(seen)
         assert mine[-1] in seen
+        assert not self.audit or len(seen) == len(mine)
         if request_id in self.tracked:
             self._check_own(request_id, places)
 

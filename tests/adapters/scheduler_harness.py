@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from keyformer_vllm.adapters.compat import take_step_counts
+from keyformer_vllm.adapters.compat import attach_audit, take_step_counts
 from keyformer_vllm.adapters.plan import plan_of
 from keyformer_vllm.metrics import PREFIX, StepCounts
 from tests.adapters.fake_worker import FakeWorker
@@ -78,7 +78,8 @@ class Harness:
             block_size=BLOCK_SIZE,
             log_stats=True,
         )
-        self.worker = FakeWorker(BLOCK_SIZE, TOKEN)
+        self.audit = policy.get("audit", False)
+        self.worker = FakeWorker(BLOCK_SIZE, TOKEN, audit=self.audit)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.num_blocks = num_blocks
         self.block_hasher = None
@@ -95,6 +96,8 @@ class Harness:
         """As last sent."""
         self.reports: dict[str, Any] = {}
         self.planned: list[Any] = []
+        self.measured: dict[str, Any] = {}
+        """What workers send of an audit, in every step that a request is part of."""
         self.pending: deque[tuple[Any, list[str], list[list[int]]]] = deque()
 
     def add(
@@ -147,14 +150,15 @@ class Harness:
         from vllm.v1.outputs import ModelRunnerOutput
 
         output, names, sampled = self.pending.popleft()
-        results = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=sampled,
-            ),
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
         )
+        measured = {n: self.measured[n] for n in names if n in self.measured}
+        if measured:
+            attach_audit(result, measured)
+        results = self.scheduler.update_from_output(output, result)
         for batch in results.values():
             if batch.scheduler_stats is not None:
                 sent = take_step_counts(batch.scheduler_stats)
@@ -163,11 +167,11 @@ class Harness:
                     for name in ("resident_tokens", "logical_tokens")
                 }
                 self.counts.merge(sent)
-            for result in batch.outputs:
-                if result.kv_transfer_params is not None:
-                    self.reports[result.request_id] = result.kv_transfer_params
-                if result.finish_reason is not None:
-                    self.finished.add(result.request_id)
+            for answer in batch.outputs:
+                if answer.kv_transfer_params is not None:
+                    self.reports[answer.request_id] = answer.kv_transfer_params
+                if answer.finish_reason is not None:
+                    self.finished.add(answer.request_id)
 
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):
@@ -189,6 +193,8 @@ class Harness:
         alone: list[int] = []
         for name, blocks in self.scheduler.kv_manager.req_to_blocks.items():
             evicted = self.scheduler.evicted_blocks.get(name, 0)
+            if self.audit:
+                evicted = 0
             assert [block.is_null for block in blocks] == [
                 index < evicted for index in range(len(blocks))
             ], (name, evicted)
@@ -211,7 +217,7 @@ class Harness:
     def check_rewritten(self, output: Any) -> None:
         """Nobody else holds what was rewritten, and nobody can hit it."""
         for name, entry in plan_of(output).evictions.items():
-            freed = entry.counts.num_evict // BLOCK_SIZE
+            freed = 0 if self.audit else entry.counts.num_evict // BLOCK_SIZE
             for index in entry.block_ids[freed:]:
                 block = self.pool.blocks[index]
                 assert block.ref_cnt == 1 and block.block_hash is None, (name, block)
@@ -244,5 +250,6 @@ class Harness:
             scheduler.accounting.reported,
             scheduler.kv_manager.num_cached_block,
             scheduler.kv_manager._exclusive,
+            scheduler.kv_manager._rewritten,
         ):
             assert not table

@@ -58,6 +58,7 @@ REFUSED = [
     ("attention backend", {}, {"attention_backend": "FLASHINFER"}),
     ("score mode", {"score_mode": "step"}, {}),
     ("score mode", {"score_mode": "fused"}, {}),
+    ("audit", {"audit": True}, {}),
 ]
 
 

@@ -41,6 +41,7 @@ ALL_FLAGS = {
     "kernels": ("triton", "triton"),
     "select": ("block", "block"),
     "positions": ("compact", "compact"),
+    "audit": (None, True),
     "trace": ("trace.jsonl", "trace.jsonl"),
 }
 
@@ -174,8 +175,8 @@ def test_every_spelling_gives_the_same_settings(parser, model, spelling):
 
 def test_flags_from_a_config_file(parser, model, tmp_path):
     file = tmp_path / "serve.yaml"
-    file.write_text("kv-policy: h2o\nkv-budget: 0.25\nkv-sinks: 0\n")
-    expected = {"policy": "h2o", "budget": 0.25, "sinks": 0}
+    file.write_text("kv-policy: h2o\nkv-budget: 0.25\nkv-sinks: 0\nkv-audit: true\n")
+    expected = {"policy": "h2o", "budget": 0.25, "sinks": 0, "audit": True}
     assert settings_of(parser, model, "M", "--config", str(file)) == expected
     # The command line wins over the file.
     words = ("M", "--config", str(file), "--kv-budget", "2048")
@@ -187,6 +188,7 @@ def test_every_flag_arrives(parser, model):
         word
         for setting, (text, _) in ALL_FLAGS.items()
         for word in ("--kv-" + setting.replace("_", "-"), text)
+        if word is not None
     ]
     expected = {setting: value for setting, (_, value) in ALL_FLAGS.items()}
     settings = settings_of(parser, model, "M", *words)

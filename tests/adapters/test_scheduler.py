@@ -13,11 +13,20 @@ from typing import Any
 
 import pytest
 
+from keyformer_vllm.adapters.audit import AuditedStep
 from keyformer_vllm.adapters.plan import plan_of
 from keyformer_vllm.adapters.scheduler import describe_policy
 from keyformer_vllm.config import KVPolicyError
 from keyformer_vllm.metrics import PREFIX
 from tests.adapters.scheduler_harness import BLOCK_SIZE, Harness
+
+AUDIT_COUNTS = (
+    "audit_evictions",
+    "audit_evicted_tokens",
+    "audit_steps_at_risk",
+    "audit_mass_lost=8000",
+    "audit_mass_lost=2000",
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,52 @@ def test_chunked_prompt_is_never_evicted(harness):
         assert not plan_of(output).evictions
     h.step()
     assert plan_of(h.step()).evictions["a"].counts.kv_len_before == 500
+
+
+def test_an_audit_keeps_every_block_and_tells_what_it_measured(harness):
+    h = harness(audit=True)
+    h.measured = {"a": AuditedStep(0.02, 1e9), "full": AuditedStep(0.0, 1e9)}
+    h.add("a", 400, 100, kv_report=True)
+    h.add("full", 300, 20, kv_policy="full", kv_report=True)
+    for _ in range(80):
+        h.step()
+        for request in h.scheduler.running:
+            held = h.blocks_of(request.request_id)
+            assert len(held) * BLOCK_SIZE >= request.num_computed_tokens
+            assert not any(block.is_null for block in held)
+    assert h.scheduler.evicted_blocks["a"] >= 8
+    assert h.gauges["resident_tokens"] == h.gauges["logical_tokens"] > 400
+    h.measured = {"a": AuditedStep(0.08, 0.0), "unknown": AuditedStep(1.0, 0.0)}
+    h.run()
+    h.check_idle()
+    evicted = sum(entry.counts.num_evict for entry in h.planned)
+    assert h.reports["full"]["kv_report"]["audit"]["evictions"] == 0
+    report = h.reports["a"]["kv_report"]
+    audit = report.pop("audit")
+    assert report == {"evicted_tokens": 0, "resident_tokens": 499, "evictions": 0}
+    late = audit["steps_at_risk"]
+    assert 10 < late < audit["steps"] - 60
+    mean = 0.02 + 0.06 * late / audit["steps"]
+    assert audit.pop("mass_lost_mean") == pytest.approx(mean)
+    assert audit == {
+        "evicted_tokens": evicted,
+        "evictions": len(h.planned),
+        "steps": audit["steps"],
+        "steps_at_risk": late,
+        "mass_lost_max": 0.08,
+    }
+    counts = h.counts.take()
+    assert {key: counts[PREFIX + key] for key in AUDIT_COUNTS} == {
+        "audit_evictions": len(h.planned),
+        "audit_evicted_tokens": evicted,
+        "audit_steps_at_risk": late,
+        "audit_mass_lost=8000": late,
+        "audit_mass_lost=2000": audit["steps"] - late,
+    }
+    assert not [key for key in counts if key.startswith(f"{PREFIX}evicted")]
+    assert (
+        f"{PREFIX}freed_blocks" not in counts and f"{PREFIX}compactions" not in counts
+    )
 
 
 @pytest.mark.parametrize("extra", [{"kv_policy": "full"}, {"kv_budget": 1.0}])
@@ -241,6 +296,8 @@ def test_gauges_follow_the_running_requests(harness):
             (),
         ),
         ({"budget_base": "sequence"}, "budget 0.5 of the sequence", ()),
+        ({"audit": True}, "policy keyformer (audit: nothing is evicted): ", ()),
+        ({"audit": True}, "running at once: 3, 5 with eviction", ("cap", "without")),
     ],
 )
 def test_start_up_line_tells_what_the_policy_does(harness, settings, said, unsaid):
@@ -338,7 +395,28 @@ def test_random_traffic_loses_no_block_and_reads_no_foreign_slot(
     )
     names = {0: "KeyformerScheduler", 1: "KeyformerAsyncScheduler"}
     assert type(h.scheduler).__name__ == names[steps_in_flight]
-    rng = random.Random(num_blocks)
+    drive_at_random(h, num_blocks)
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+@pytest.mark.parametrize("num_blocks", [24, 64])
+def test_random_traffic_under_an_audit_frees_and_loses_nothing(
+    harness, num_blocks, steps_in_flight
+):
+    """The worker asserts that attention finds every token, the harness that nobody
+    hits a block with exchanged ones."""
+    h = harness(
+        num_blocks=num_blocks,
+        steps_in_flight=steps_in_flight,
+        audit=True,
+        caching=True,
+    )
+    drive_at_random(h, num_blocks)
+    assert h.worker.num_copies["cache"] > 20 and h.worker.num_adopted > 20
+
+
+def drive_at_random(h: Harness, seed: int) -> None:
+    rng = random.Random(seed)
     alive: list[str] = []
     for number in range(120):
         name = f"r{number}"

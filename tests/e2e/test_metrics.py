@@ -28,6 +28,8 @@ FLAGS = (
     *("--kv-min-tokens", "16", "--no-enable-prefix-caching"),
 )
 TEXT_TOKENS = list(range(94))
+MASS_LOST = "keyformer:audit_mass_lost"
+LIMITS = [*map(str, metrics.METRICS["audit_mass_lost"].buckets), "+Inf"]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-server", "two-servers"])
@@ -57,8 +59,11 @@ def ours_in(text):
         metric = metrics.METRICS[family.name.removeprefix(metrics.PREFIX)]
         assert family.type == metric.kind
         for sample in family.samples:
-            assert sample.name == metric.exported_name
             labels = dict(sample.labels)
+            if metric.kind == "histogram":
+                assert labels.pop("le", "") in ("", *LIMITS)
+            else:
+                assert sample.name == metric.exported_name
             assert labels.pop("model_name") == "tiny"
             assert labels.pop("engine") == "0"
             assert set(labels) == ({metric.label} if metric.label else set())
@@ -90,7 +95,9 @@ def test_every_metric_is_there_from_the_start(served):
         (metric.exported_name, value)
         for metric in metrics.METRICS.values()
         for value in metric.label_values or (None,)
+        if metric.kind != "histogram"
     }
+    expected |= {(MASS_LOST + part, None) for part in ("_bucket", "_sum", "_count")}
     assert set(read_metrics(server)) == expected
 
 
@@ -261,3 +268,41 @@ def test_a_malformed_kv_report_is_refused_by_name(served, value):
     error = refused.json()["error"]
     assert error["param"] == "vllm_xargs.kv_report"
     assert "must be true or false" in error["message"]
+
+
+def test_an_audit_is_measured_reported_and_evicts_nothing(tiny_model, tmp_path):
+    """Two API servers add up their halves of the histogram; the engine is a process of
+    its own, so what the worker measured was pickled."""
+    flags = (*FLAGS, "--kv-audit", "--api-server-count", "2")
+    log = tmp_path / "serve.log"
+    with serve(tiny_model("llama-4-2"), flags, log) as server:
+        bodies = [
+            body_of(random_prompt(300, seed), vllm_xargs={"kv_report": True})
+            for seed in range(6)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda body: ask(server, **body), bodies))
+        server.wait_until_idle()
+        text = server.http.get("/metrics").text
+    assert "(audit: nothing is evicted)" in log.read_text()
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(metrics.PREFIX) and "le" not in sample.labels
+    }
+    reports = [answer["kv_transfer_params"]["kv_report"] for answer in answers]
+    assert {report["evicted_tokens"] for report in reports} == {0}
+    assert {report["resident_tokens"] for report in reports} == {379}
+    audits = [report["audit"] for report in reports]
+    for audit in audits:
+        assert 0 < audit["mass_lost_mean"] < audit["mass_lost_max"] < 1
+        assert audit["evicted_tokens"] > 200 and audit["steps"] >= 79
+    for name in ("evictions", "evicted_tokens", "steps_at_risk"):
+        total = sum(audit[name] for audit in audits)
+        assert found[f"keyformer:audit_{name}_total"] == total
+    assert found[MASS_LOST + "_count"] == sum(audit["steps"] for audit in audits)
+    mass = sum(audit["steps"] * audit["mass_lost_mean"] for audit in audits)
+    assert found[MASS_LOST + "_sum"] == pytest.approx(mass, rel=1e-3)
+    for name in ("evicted_tokens", "freed_blocks", "compactions"):
+        assert found[f"keyformer:{name}_total"] == 0
