@@ -144,7 +144,9 @@ def test_readme_lists_every_flag_with_its_default():
     declared = {
         flag.option: "none" if flag.default is None else str(flag.default)
         for flag in flags.FLAGS
+        if not flag.is_switch
     }
+    declared |= {flag.option: "off" for flag in flags.FLAGS if flag.is_switch}
     assert written == declared
 
 

@@ -80,6 +80,14 @@ REFUSED_FLAGS = [
         "--enable-return-routed-experts",
         {"enable_return_routed_experts": True},
     ),
+    (
+        "audit of several ranks",
+        "--kv-audit and --tensor-parallel-size 2",
+        {
+            "additional_config": {"keyformer": {"policy": "keyformer", "audit": True}},
+            "tensor_parallel_size": 2,
+        },
+    ),
     ("scheduler class", "--scheduler-cls a.B", {"scheduler_cls": "a.B"}),
     ("scheduler class", "--scheduler-cls dict", {"scheduler_cls": dict}),
     ("worker class", "--worker-cls a.B", {"worker_cls": "a.B"}),
