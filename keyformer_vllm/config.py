@@ -80,7 +80,8 @@ class KeyformerConfig:
         score_mode: when queries score: ``deferred`` lets those of decode steps wait
             until their request evicts, ``step`` scores each in its own step, ``fused``
             while it attends, in a kernel of our own. ``auto`` takes ``fused`` where
-            that kernel is needed or was measured to be faster, and else ``deferred``.
+            that kernel is needed, was measured to be faster or (GPUs) is predicted to
+            be, and else ``deferred``.
         kernels: what scores, selects and moves on a GPU: ``auto`` is ``cuda``, the
             compiled extension; ``triton`` for where that cannot be built.
         select: ``token``, or ``block`` for whole runs of 16 positions.

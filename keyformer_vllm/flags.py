@@ -99,7 +99,7 @@ FLAGS = (
         "MODE",
         "When decode queries score: deferred (when their request evicts), step (each "
         "in its own step), fused (while attending), or auto (fused, except on CPUs "
-        "with AMX).",
+        "with AMX and with Triton kernels).",
     ),
     Flag(
         "kernels",

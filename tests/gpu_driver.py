@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> str:
     arrived: Counter[str] = Counter()
     count_arrivals(arrived)
     model = write_model("llama-4-2", folder / "llama-4-2")
-    policy = POLICY | {"poison_freed": True}
+    policy = POLICY | {"poison_freed": True, "score_mode": options.score_mode}
     if options.kernels == "reference":
         policy["reference_kernels"] = True
     else:
@@ -114,6 +114,7 @@ def run(options: argparse.Namespace, folder: Path) -> str:
         kv_cache_memory_bytes=64 << 20,
         **graph_settings(options.graphs),
     ) as engine:
+        assert engine.worker.keyformer.score_mode == options.score_mode
         runner = type(engine.model_runner).__module__
         assert ("gpu.model_runner" in runner) == (options.runner == "V2"), runner
         scheduler = type(engine.scheduler).__name__
@@ -150,6 +151,11 @@ def main() -> int:
     parser.add_argument("--attention", choices=ATTENTIONS, default="FLASH_ATTN")
     parser.add_argument("--kernels", default="reference")
     parser.add_argument("--dtype", default="float32")
+    # Fused with reference kernels in graphs: an emulation has to capture that operator
+    # as one kernel, because it reads its arguments on the host.
+    parser.add_argument(
+        "--score-mode", choices=("deferred", "fused"), default="deferred"
+    )
     options = parser.parse_args()
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "V2" else "0"
     with tempfile.TemporaryDirectory() as folder:

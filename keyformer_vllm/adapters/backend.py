@@ -141,18 +141,12 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
     ) -> None:
         """Attend some rows with our kernel and the rest with vLLM's."""
         own = attn_metadata.own
-        if own.rest is None:
-            num_tokens = attn_metadata.num_step_tokens
-            self._attend_scored(query[:num_tokens], output[:num_tokens], kv_cache, own)
-            return
-        rest = query.index_select(0, own.rest)
-        attended = torch.empty_like(rest)
-        super().forward(layer, rest, key, value, kv_cache, attn_metadata, attended)
-        output.index_copy_(0, own.rest, attended)
-        mine = query.index_select(0, own.tokens)
-        attended = torch.empty_like(mine)
-        self._attend_scored(mine, attended, kv_cache, own)
-        output.index_copy_(0, own.tokens, attended)
+        if own.rest is not None:
+            rest = query.index_select(0, own.rest)
+            attended = torch.empty_like(rest)
+            super().forward(layer, rest, key, value, kv_cache, attn_metadata, attended)
+            output.index_copy_(0, own.rest, attended)
+        self.attend_own(query, output, kv_cache, own)
 
     def _attend_scored(
         self,
@@ -161,18 +155,10 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
         kv_cache: torch.Tensor,
         own: OwnAttention,
     ) -> None:
-        """Attend and score in one pass over K and V, and measure for an audit.
-
-        Args:
-            query: ``[num_tokens, num_query_heads, head_size]``, after RoPE.
-            output: same shape. Mutated.
-            kv_cache: the layer's cache, with the keys of the queries in it.
-            own: whose queries these are.
-        """
+        """Also measure what an audit asks for."""
         side = self.side
-        assert side is not None, "side data was not bound to this layer"
         if own.front_blocks is not None:
-            assert side.audit is not None and side.place is None
+            assert side is not None and side.audit is not None and side.place is None
             settings = self.score_settings(side)
             del settings["place"]
             ops.paged_attention_audited(
@@ -187,15 +173,7 @@ class KeyformerCPUImpl(ScoringImpl, compat.CPUAttentionBackendImpl):  # type: ig
                 **settings,
             )
             return
-        ops.paged_attention_scored(
-            output,
-            query,
-            kv_cache,
-            side.score,
-            side.position,
-            *own.batch.arguments(),
-            **self.score_settings(side),
-        )
+        super()._attend_scored(query, output, kv_cache, own)
 
 
 @contextmanager

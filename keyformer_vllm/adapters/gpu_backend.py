@@ -71,7 +71,7 @@ class GPUBackend:
 
 
 class GPUImpl(ScoringImpl):
-    """Attends with vLLM's kernel, then scores its queries or lets them wait."""
+    """Attends with vLLM's kernel or ours, then scores queries or lets them wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,6 +87,10 @@ class GPUImpl(ScoringImpl):
             }
         )
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: our kernel writes the query's type."""
+        return False
+
     def forward(
         self,
         layer: Any,
@@ -99,13 +103,25 @@ class GPUImpl(ScoringImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        attended: torch.Tensor = super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
+        own = None if attn_metadata is None else attn_metadata.own
+        if own is None or own.tokens is not None:
+            super().forward(  # type: ignore[misc]
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                *args,
+                **kwargs,
+            )
+        if own is not None:
+            self.attend_own(query, output, kv_cache, own)
         if attn_metadata is not None and self.side is not None:
             num_tokens = attn_metadata.num_step_tokens
             self.after_attention(query[:num_tokens], kv_cache, attn_metadata)
-        return attended
+        return output
 
 
 class KeyformerFlashImpl(GPUImpl, compat.FlashAttentionImpl):  # type: ignore[misc]

@@ -4,7 +4,11 @@
 A FULL graph replays what it captured, so everything that attention and the query ring
 read lies in buffers that live as long as the builder. They are filled here, outside of
 the graph, from what the host knows: how many blocks each request of the batch gave
-back, and where each query is to wait.
+back, at which temperature each query scores, and where each is to wait.
+
+In score mode ``fused`` every request that computes one token is attended by our kernel,
+whatever its policy: a graph of a decode step holds one kernel for all of its rows, and
+which one a request gets must not depend on whether its step fits a graph.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import numpy as np
 import torch
 
 from keyformer_vllm.adapters import compat
+from keyformer_vllm.adapters.own_attention import OwnAttention
 from keyformer_vllm.adapters.query_ring import RingWrite
-from keyformer_vllm.adapters.score_batch import ScoreBatch
+from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
 from keyformer_vllm.adapters.step_scoring import batch_to_score, flush_ring
 
 if TYPE_CHECKING:
@@ -31,11 +36,13 @@ class _Queries:
     Args:
         scoring: queries that score in this step; None: none does.
         ring_write: queries that wait; None: none does.
-        num_step_tokens: tokens that these two speak of, the first ones of the step.
+        own: rows that our kernel attends; None: none.
+        num_step_tokens: tokens that the first two speak of, the first ones of the step.
     """
 
     scoring: ScoreBatch | None = None
     ring_write: RingWrite | None = None
+    own: OwnAttention | None = None
     num_step_tokens: int = 0
 
 
@@ -65,10 +72,21 @@ class _Step:
     first: np.ndarray[Any, Any]
     evicted: np.ndarray[Any, Any]
 
+    @property
+    def one_token(self) -> np.ndarray[Any, Any]:
+        """Requests that compute one token, bool ``[num_reqs]``."""
+        alone: np.ndarray[Any, Any] = self.lengths == 1
+        return alone
+
+    @property
+    def starts(self) -> np.ndarray[Any, Any]:
+        """First token of each request in the step, int64 ``[num_reqs]``."""
+        starts: np.ndarray[Any, Any] = np.cumsum(self.lengths) - self.lengths
+        return starts.astype(np.int64)
+
     def positions(self) -> np.ndarray[Any, Any]:
         """Logical position of each token, int64 ``[num_tokens]``."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        offsets = np.repeat(self.first - starts, self.lengths)
+        offsets = np.repeat(self.first - self.starts, self.lengths)
         positions: np.ndarray[Any, Any] = offsets + np.arange(len(offsets))
         return positions
 
@@ -100,6 +118,9 @@ class GPUMetadataBuilder:
         self._evicted = self._buffer(rows, torch.int32)
         self._seq_lens = self._buffer(rows, torch.int32)
         self._ring_places = self._buffer(rows, torch.int64)
+        self._tau = self._buffer(rows, torch.float32)
+        self._noise_keys = self._buffer(rows, torch.int64)
+        self._one_each = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._block_table: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._columns: torch.Tensor | None = None
@@ -126,9 +147,12 @@ class GPUMetadataBuilder:
             base = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
             return self.metadata_class(**vars(base))
         step = self._step_of(runtime, common) if runtime.in_step else None
-        common = self._to_physical(common, step)
-        base = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
-        metadata = self.metadata_class(**vars(base))
+        stock = common = self._to_physical(common, step)
+        own = None
+        if runtime.score_mode == "fused":
+            own, stock = self._share_rows(runtime, common, step)
+        base = super().build(common_prefix_len, stock, fast_build)  # type: ignore[misc]
+        metadata = self.metadata_class(**vars(base), own=own)
         if step is not None and runtime.table.column("tracked")[step.rows].any():
             num_tokens = int(step.lengths.sum())
             metadata.num_step_tokens = num_tokens
@@ -199,23 +223,94 @@ class GPUMetadataBuilder:
             **changes,
         )
 
+    def _share_rows(
+        self, runtime: WorkerRuntime, common: Any, step: _Step | None
+    ) -> tuple[OwnAttention | None, Any]:
+        """Rows that our kernel attends, and the batch as vLLM's kernel is to see it."""
+        if common.max_query_len == 1:
+            return self._all_rows(runtime, common, step), common
+        own = np.zeros(0, np.int64) if step is None else np.flatnonzero(step.one_token)
+        if step is None or len(own) == 0:
+            return None, common
+        requests = runtime.upload(own)
+        positions = step.first[own]
+        tau, noise_keys = _score_settings(runtime, step.rows[own], positions)
+        batch = ScoreBatch(
+            block_table=common.block_table_tensor.index_select(0, requests),
+            kv_lens=common.seq_lens.index_select(0, requests),
+            query_start_loc=self._one_each[: len(own) + 1],
+            positions=runtime.upload(positions),
+            tau=runtime.upload(tau),
+            noise_keys=runtime.upload(noise_keys),
+        )
+        tokens = runtime.upload(step.starts[own])
+        # vLLM's kernel keeps the batch and reads nothing for these: cheaper than to
+        # gather queries and outputs of prompts in every layer. It writes zeros, which
+        # ours overwrites.
+        others = np.ones(len(common.seq_lens), np.int32)
+        others[own] = 0
+        lengths = common.seq_lens * runtime.upload(others)
+        own_rows = OwnAttention(batch, tokens=tokens)
+        return own_rows, common.replace(seq_lens=lengths)
+
+    def _all_rows(
+        self, runtime: WorkerRuntime, common: Any, step: _Step | None
+    ) -> OwnAttention:
+        """A step of one token each; graphs capture it with nothing to score."""
+        tau = np.zeros(self._capacity, np.float32)
+        noise_keys = np.zeros(self._capacity, np.int64)
+        if step is not None:
+            assert step.one_token.all(), step.lengths
+            real = slice(len(step.rows))
+            tau[real], noise_keys[real] = _score_settings(
+                runtime, step.rows, step.first
+            )
+        compat.fill_from_host(self._tau, tau)
+        compat.fill_from_host(self._noise_keys, noise_keys)
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        batch = ScoreBatch(
+            block_table=common.block_table_tensor[:num_reqs],
+            kv_lens=common.seq_lens[:num_reqs],
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            positions=common.positions[:num_tokens],
+            tau=self._tau[:num_tokens],
+            noise_keys=self._noise_keys[:num_reqs],
+        )
+        return OwnAttention(batch)
+
     def _plan_scoring(
         self, runtime: WorkerRuntime, common: Any, step: _Step, metadata: Any
     ) -> None:
         """Say which of the step's queries score after attention, and which wait."""
-        ring, num_reqs = runtime.ring, len(step.rows)
-        assert ring is not None, runtime.score_mode
+        num_reqs = len(step.rows)
         positions = step.positions()
         common = common.replace(
             block_table_tensor=common.block_table_tensor[:num_reqs],
             seq_lens=common.seq_lens[:num_reqs],
             query_start_loc=common.query_start_loc[: num_reqs + 1],
         )
-        kv_lens = common.seq_lens_cpu_upper_bound.numpy()[:num_reqs]
+        elsewhere = runtime.table.column("scores")[step.rows] & step.one_token
+        if runtime.ring is not None:
+            self._let_wait(runtime, common, step, elsewhere, metadata)
+        metadata.scoring = batch_to_score(
+            runtime, common, step.rows, step.lengths, positions, elsewhere
+        )
+
+    def _let_wait(
+        self,
+        runtime: WorkerRuntime,
+        common: Any,
+        step: _Step,
+        waits: np.ndarray[Any, Any],
+        metadata: Any,
+    ) -> None:
+        """Give each query that waits its place in the ring."""
+        ring = runtime.ring
+        assert ring is not None
+        kv_lens = common.seq_lens_cpu_upper_bound.numpy()[: len(step.rows)]
         flush_ring(runtime, step.rows, step.lengths, common.block_table_tensor, kv_lens)
-        waits = runtime.table.column("scores")[step.rows] & (step.lengths == 1)
-        tokens = (np.cumsum(step.lengths) - step.lengths)[waits].astype(np.int64)
-        places = ring.reserve(step.rows[waits], positions[tokens])
+        tokens = step.starts[waits]
+        places = ring.reserve(step.rows[waits], step.first[waits])
         if common.max_query_len == 1:
             on_host = np.full(self._capacity, ring.padding, np.int64)
             on_host[tokens] = places
@@ -224,9 +319,6 @@ class GPUMetadataBuilder:
             metadata.ring_write = RingWrite(
                 runtime.upload(tokens), runtime.upload(places)
             )
-        metadata.scoring = batch_to_score(
-            runtime, common, step.rows, step.lengths, positions, waits
-        )
 
     def _wait_nowhere(self, runtime: WorkerRuntime, common: Any, metadata: Any) -> None:
         """A step of one token each whose queries are nobody's, as graphs capture it."""
@@ -243,6 +335,18 @@ class GPUMetadataBuilder:
         num_tokens = common.num_actual_tokens
         metadata.ring_write = RingWrite(None, self._ring_places[:num_tokens])
         metadata.num_step_tokens = num_tokens
+
+
+def _score_settings(
+    runtime: WorkerRuntime,
+    rows: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Temperatures and noise keys of requests that compute one token each."""
+    tau = query_temperatures(
+        runtime.config, runtime.table, rows, torch.from_numpy(positions)
+    )
+    return tau.numpy(), runtime.table.column("noise_key")[rows]
 
 
 class KeyformerFlashMetadataBuilder(

@@ -10,6 +10,7 @@ from keyformer_vllm.adapters import compat
 from keyformer_vllm.adapters.kernels import (
     CUDA_DTYPES,
     CUDA_HEAD_SIZES,
+    has_fused_kernel,
     kernels_in_use,
     lacks_kernels,
 )
@@ -69,9 +70,15 @@ def _other_attention(engine_args: Any) -> str | None:
 def _score_mode(engine_args: Any) -> str | None:
     policy = _policy(engine_args)
     assert policy is not None
+    return setting_if(policy.score_mode == "step", "--kv-score-mode step on a GPU")
+
+
+def _fused_in_triton(engine_args: Any) -> str | None:
+    policy = _policy(engine_args)
+    assert policy is not None
     return setting_if(
-        policy.score_mode not in ("auto", "deferred"),
-        f"--kv-score-mode {policy.score_mode} on a GPU",
+        policy.score_mode == "fused" and not has_fused_kernel(policy),
+        f"--kv-score-mode fused with --kv-kernels {policy.kernels}",
     )
 
 
@@ -122,8 +129,14 @@ GPU_ARGS_RULES = (
     Rule(
         "score mode",
         _on_gpu(_score_mode),
-        "decode steps run in CUDA graphs, which cannot score",
-        "use --kv-score-mode deferred or leave it out",
+        "decode steps run in CUDA graphs, which cannot score beside attention",
+        "use --kv-score-mode fused or deferred, or leave it out",
+    ),
+    Rule(
+        "fused kernel",
+        _on_gpu(_fused_in_triton),
+        "the kernel that attends and scores exists in CUDA only",
+        "use --kv-kernels cuda or --kv-score-mode deferred",
     ),
     Rule(
         "audit",

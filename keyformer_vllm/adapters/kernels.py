@@ -30,6 +30,15 @@ def kernels_in_use(config: KeyformerConfig) -> str:
     return "cuda" if config.kernels == "auto" else config.kernels
 
 
+def has_fused_kernel(config: KeyformerConfig) -> bool:
+    """Whether the kernels in use attend and score in one pass.
+
+    Args:
+        config: the server's policy.
+    """
+    return kernels_in_use(config) != "triton"
+
+
 def lacks_kernels(config: KeyformerConfig) -> bool:
     """Whether the kernels asked for are not to be had here.
 

@@ -27,13 +27,13 @@ class OwnAttention:
             takes for evicted; None: no audit.
         tokens: int64, their tokens of the step; None when they are all of it, and
             vLLM's kernel has nothing to do.
-        rest: int64, the other tokens; None likewise.
+        rest: int64, the other tokens, where vLLM's kernel is to see these alone.
     """
 
     batch: ScoreBatch
-    front_blocks: torch.Tensor | None
-    tokens: torch.Tensor | None
-    rest: torch.Tensor | None
+    front_blocks: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
 
 
 def without_requests(

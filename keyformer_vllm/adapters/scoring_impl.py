@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keyformer_vllm import ops
+from keyformer_vllm.adapters.own_attention import OwnAttention
 from keyformer_vllm.adapters.score_batch import ScoreBatch
 from keyformer_vllm.metrics import StepCounts
 
@@ -45,7 +46,7 @@ class LayerSide:
 
 
 class ScoringImpl:
-    """Scores queries after attention or lets them wait; a base of our Impl classes."""
+    """Attends rows of ours, scores other queries or lets them wait; a base."""
 
     side: LayerSide | None = None
 
@@ -63,6 +64,50 @@ class ScoringImpl:
                 raise RuntimeError(
                     f"a KV policy cannot serve this model: a layer uses {what}"
                 )
+
+    def attend_own(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        kv_cache: torch.Tensor,
+        own: OwnAttention,
+    ) -> None:
+        """Attend and score rows of ours in one pass over K and V.
+
+        Args:
+            query: ``[num_tokens, num_query_heads, head_size]``, after RoPE; all tokens
+                of the step, and padding after them.
+            output: same shape. Mutated: our rows.
+            kv_cache: the layer's cache, with the keys of the queries in it.
+            own: which rows are ours.
+        """
+        if own.tokens is None:  # no copies, and nothing that a graph could not hold
+            num_tokens = len(own.batch.positions)
+            self._attend_scored(query[:num_tokens], output[:num_tokens], kv_cache, own)
+            return
+        mine = query.index_select(0, own.tokens)
+        attended = torch.empty_like(mine)
+        self._attend_scored(mine, attended, kv_cache, own)
+        output.index_copy_(0, own.tokens, attended)
+
+    def _attend_scored(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        kv_cache: torch.Tensor,
+        own: OwnAttention,
+    ) -> None:
+        side = self.side
+        assert side is not None, "side data was not bound to this layer"
+        ops.paged_attention_scored(
+            output,
+            query,
+            kv_cache,
+            side.score,
+            side.position,
+            *own.batch.arguments(),
+            **self.score_settings(side),
+        )
 
     def after_attention(
         self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any

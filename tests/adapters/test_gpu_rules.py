@@ -15,6 +15,7 @@ from keyformer_vllm.adapters.gpu_rules import (
     take_attention,
 )
 from keyformer_vllm.adapters.kernels import CUDA_HEAD_SIZES, kernels_in_use
+from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.config import KeyformerConfig, KVPolicyError
 from tests.conftest import ROOT
 
@@ -57,7 +58,6 @@ REFUSED = [
     ("several GPUs", {}, {"data_parallel_size": 2}),
     ("attention backend", {}, {"attention_backend": "FLASHINFER"}),
     ("score mode", {"score_mode": "step"}, {}),
-    ("score mode", {"score_mode": "fused"}, {}),
     ("audit", {"audit": True}, {}),
 ]
 
@@ -84,13 +84,13 @@ def test_model_is_refused_on_a_gpu_and_served_on_a_cpu(gpu, monkeypatch, rule, c
 
 
 def test_every_rule_is_tested_here():
-    tested = {rule for rule, *_ in REFUSED} | {"kernels"}
+    tested = {rule for rule, *_ in REFUSED} | {"kernels", "fused kernel"}
     assert {rule.name for rule in GPU_ARGS_RULES} == tested
     assert {rule.name for rule in GPU_OUTCOME_RULES} == {rule for rule, _ in OUTCOMES}
 
 
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "TRITON_ATTN", "auto"])
-@pytest.mark.parametrize("mode", ["auto", "deferred"])
+@pytest.mark.parametrize("mode", ["auto", "deferred", "fused"])
 def test_plain_settings_are_served_on_a_gpu(gpu, backend, mode):
     args = engine_args({"score_mode": mode}, attention_backend=backend)
     assert names_of(GPU_ARGS_RULES, args) == []
@@ -115,6 +115,25 @@ def test_kernels_are_a_choice_and_never_a_fallback(gpu, monkeypatch):
     monkeypatch.setattr(compat, "on_gpu", lambda: False)
     assert of("auto") == "cpu"
     assert names_of(GPU_ARGS_RULES, engine_args({"kernels": "triton"})) == ["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "modes"),
+    [
+        ("auto", {"auto": "fused", "fused": "fused", "deferred": "deferred"}),
+        ("cuda", {"auto": "fused", "fused": "fused", "deferred": "deferred"}),
+        ("triton", {"auto": "deferred", "deferred": "deferred"}),
+    ],
+)
+def test_score_mode_follows_the_kernels(gpu, kernels, modes):
+    """`auto` means `fused` where that kernel exists; elsewhere `fused` is refused."""
+    for mode in ("auto", "fused", "deferred"):
+        policy = {"kernels": kernels, "score_mode": mode}
+        config = KeyformerConfig(policy="keyformer", **policy)
+        found = names_of(GPU_ARGS_RULES, engine_args(policy))
+        assert found == ([] if mode in modes else ["fused kernel"])
+        if mode in modes:
+            assert score_mode_in_use(config, vllm_config(policy)) == modes[mode]
 
 
 def test_the_refusal_is_one_line(gpu):
