@@ -33,6 +33,8 @@ class BatchSpec:
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 ROW_IMPLS = ("emulated", "cuda", "triton")
+HALF_IMPLS = ("emulated", "cuda")
+"""Whose `score_keys` holds weights in half precision until their row is summed."""
 _ROWS_FOR = {"vec": "nhd", "vec16": "hnd", "amx": "hnd"}
 _HEAD_SIZE_FOR = {32: 64, 112: 128}
 
@@ -291,10 +293,12 @@ def dense_scores(
     alibi_slopes: torch.Tensor | None = None,
     place: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    in_halves: bool = False,
 ) -> list[torch.Tensor]:
     """Scores of each request from its plain tensors: [num_kv_heads, kv_len].
 
-    All arithmetic in `dtype`; only the noise is the one of core, in fp32.
+    All arithmetic in `dtype`; only the noise is the one of core, in fp32, and weights
+    are rounded to half precision if `in_halves`.
     """
     spec = batch.spec
     group = spec.num_query_heads // spec.num_kv_heads
@@ -331,11 +335,25 @@ def dense_scores(
                 if sinks is not None:
                     sink = sinks[query_head].to(dtype) / tau[scored, None].to(dtype)
                     x = torch.cat([x, sink], dim=1)
-                shares += torch.softmax(x, dim=1)[:, :kv_len]
+                softmax = softmax_in_halves if in_halves else torch.softmax
+                shares += softmax(x, dim=1)[:, :kv_len]
             for row in shares:  # one after the other, as the operators promise
                 total[kv_head] += row
         result.append(total)
     return result
+
+
+def softmax_in_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax of weights that are half-precision numbers, at most 1 in each 64."""
+    assert dim == 1
+    shares, total = [], torch.zeros(len(x), 1, dtype=x.dtype)
+    largest = x.amax(1, keepdim=True)
+    for tile in x.split(64, dim=1):
+        own = tile.amax(1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
+        weights = (tile - own).exp().half().to(x.dtype)
+        shares.append(weights * (own - largest).exp())
+        total += shares[-1].sum(1, keepdim=True)
+    return torch.cat(shares, 1) / total
 
 
 def dense_attention(

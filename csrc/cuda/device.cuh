@@ -99,6 +99,12 @@ __device__ inline uint32_t pack<Float16>(float low, float high) {
   return both;
 }
 
+__device__ inline float half_to_float(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

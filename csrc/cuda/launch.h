@@ -54,8 +54,6 @@ struct CompactKvArgs {
 
 // Scratch of score_keys, filled on the device by its first kernel.
 struct ScorePlan {
-  float* row_maxima;   // [num_tokens, num_query_heads] in the order of `tokens`
-  float* row_sums;     // same shape: of the row's weights
   int32_t* tokens;     // [num_tokens] those that score, ascending
   int32_t* ranks;      // [num_tokens + 1] scored tokens before each
   int32_t* row_tiles;  // [num_reqs + 1] tiles of query vectors before each request
@@ -87,6 +85,40 @@ struct ScoreKeysArgs {
   ScorePlan plan;
 };
 
+constexpr int64_t kMaxScratchBytes = int64_t{256} << 20;
+
+// Query vectors, and keys, of a tile of score_keys.
+constexpr int kTile = 64;
+
+// What a tile of keys has of a row; exponents are those of 2.
+struct alignas(8) TileState {
+  float maximum;
+  float sum;  // of the weights against it
+};
+
+// Scratch of score_keys, of as many tiles of query vectors as fit into kMaxScratchBytes at a time,
+// or one.
+struct ScoreScratch {
+  TileState* states;  // [num_row_tiles, num_kv_heads, max_key_tiles, kTile]
+  float* factors;     // same shape: from weights to shares
+  uint16_t* weights;  // [num_row_tiles, num_kv_heads, max_key_tiles, kTile, kTile] half precision
+  int32_t num_row_tiles;
+  int32_t max_key_tiles;  // that a row of the block table can hold
+
+  // Counted in tiles.
+  KEYFORMER_DEVICE int64_t tile(const ScoreKeysArgs& args, int row_tile, int head,
+                                int key_tile) const {
+    const int64_t heads = args.cache.num_kv_heads;
+    return (row_tile * heads + head) * max_key_tiles + key_tile;
+  }
+};
+
+struct ScoreGroupArgs {
+  ScoreKeysArgs inputs;
+  ScoreScratch scratch;
+  int32_t first_row_tile;  // of those in scratch
+};
+
 // What a range of keys leaves of one (row, query head): the largest logit and the sum of weights
 // against it, of the softmax that attends and of the noisy one that scores.
 struct alignas(16) RangeState {
@@ -98,8 +130,6 @@ struct alignas(16) RangeState {
 
 // Scratch of paged_attention_scored, of as many rows as fit into kMaxScratchBytes at a time, or
 // one.
-constexpr int64_t kMaxScratchBytes = int64_t{256} << 20;
-
 struct AttentionScratch {
   float* logits;       // [num_rows, num_query_heads, max_keys] noisy and divided by tau
   float* outputs;      // [num_rows, num_query_heads, max_ranges, head_size] divided by nothing yet
@@ -148,9 +178,11 @@ void launch_renumber_slots(const RenumberSlotsArgs& args, void* stream);
 
 // Whether score_keys and paged_attention_scored were compiled for the head size.
 bool scores_head_size(int64_t head_size);
-void launch_score_keys(const ScoreKeysArgs& args, void* stream);
 
-// Bytes that the launch needs at `scratch`, aligned to 16. A function of sizes alone.
+// Bytes that a launch needs at `scratch`, aligned to 16. A function of sizes alone.
+int64_t score_scratch_bytes(const ScoreKeysArgs& args);
+void launch_score_keys(const ScoreKeysArgs& args, void* scratch, void* stream);
+
 int64_t attention_scratch_bytes(const ScoreKeysArgs& inputs);
 void launch_paged_attention_scored(PagedAttentionScoredArgs args, void* scratch, void* stream);
 

@@ -63,4 +63,32 @@ __device__ inline float draw_gumbel_fast(RowKey row, int32_t key_position) {
   return -0x1.62e430p-1f * fast_log2(quotient);
 }
 
+// A row key whose second word has had its share of the shift that follows it, so that a draw is one
+// instruction shorter.
+struct FoldedRowKey {
+  uint32_t a;
+  uint32_t b;
+};
+
+__device__ inline FoldedRowKey fold(RowKey row) { return {row.a, row.b ^ (row.b >> 15)}; }
+
+// log2(ln 2)
+constexpr float kLog2Ln2 = -0x1.0eba78p-1f;
+
+// log2(E / ln 2) of the exponential draw E. The draw is the generator's own, its logarithms are the
+// hardware's: E is within 2^-15 of the exact one. Next to 1 the hardware's logarithm has no digit
+// left, just where a key weighs most; there two terms of the series take its place.
+__device__ inline float log2_exponential_fast(FoldedRowKey row, int32_t key_position) {
+  uint32_t x = row.a + static_cast<uint32_t>(key_position) * kGolden;
+  x ^= x >> 16;
+  x *= kMixA;
+  x = x ^ (x >> 15) ^ row.b;
+  x *= kMixB;
+  const uint32_t mantissa = ((x >> 9) ^ (x >> 25)) | 0x3F800000u;
+  const float u = __fsub_rn(__int_as_float(static_cast<int32_t>(mantissa)), 0x1.fffffep-1f);
+  const float rest = __fsub_rn(1.0f, u);
+  const float series = rest * fmaf(rest, 0x1.715476p-1f, 0x1.715476p+0f);
+  return fast_log2(fabsf(rest < 0x1p-7f ? series : fast_log2(u)));
+}
+
 }  // namespace keyformer::cuda

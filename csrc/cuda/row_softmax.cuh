@@ -31,26 +31,31 @@ __device__ inline float divide(float w, float sum, float inverse) {
   return fmaf(fmaf(-quotient, sum, w), inverse, quotient);
 }
 
-// A running maximum and the sum of weights against it.
-struct OnlineSum {
+// A running maximum of exponents and the sum of powers against it: powers of 2, or of e.
+template <bool kIsBase2>
+struct SumOfPowers {
   float maximum = -INFINITY;
   float sum = 0.0f;
+
+  __device__ static float power(float x) { return fast_exp2(kIsBase2 ? x : x * kLog2E); }
 
   // A row of which nothing was seen has no maximum, and no weight to rescale.
   __device__ static float base(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
   __device__ void raise(float other) {
     const float next = fmaxf(maximum, other);
-    sum *= fast_exp2((maximum - base(next)) * kLog2E);
+    sum *= power(maximum - base(next));
     maximum = next;
   }
 
-  __device__ void merge(OnlineSum other) {
+  __device__ void merge(SumOfPowers other) {
     const float next = fmaxf(maximum, other.maximum);
-    sum = sum * fast_exp2((maximum - base(next)) * kLog2E) +
-          other.sum * fast_exp2((other.maximum - base(next)) * kLog2E);
+    sum = sum * power(maximum - base(next)) + other.sum * power(other.maximum - base(next));
     maximum = next;
   }
 };
+
+using OnlineSum = SumOfPowers<false>;
+using RowSum = SumOfPowers<true>;
 
 }  // namespace keyformer::cuda

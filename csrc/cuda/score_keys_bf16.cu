@@ -3,9 +3,8 @@
 
 namespace keyformer::cuda {
 
-void launch_sums_bf16(const ScoreKeysArgs& args, int64_t num_row_tiles, int64_t num_key_tiles,
-                      void* stream) {
-  launch_sums_of<BFloat16>(args, num_row_tiles, num_key_tiles, stream);
+void launch_weights_bf16(const ScoreGroupArgs& args, void* stream) {
+  launch_weights_of<BFloat16>(args, stream);
 }
 
 }  // namespace keyformer::cuda

@@ -1,50 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the score kernels for one dtype; one file compiles one dtype, side by side.
+// Launches of weigh_tiles for one dtype; one file compiles one dtype, side by side.
 #pragma once
 
-#include "score_keys.cuh"
+#include "weigh_tiles.cuh"
 
 namespace keyformer::cuda {
 
-// The kernels walk over their tiles, so more blocks than fit on the largest GPU gain nothing.
-constexpr int64_t kMaxScoreBlocks = 4096;
-
 template <typename T, int kHeadSize>
-void launch_sums(const ScoreKeysArgs& args, int64_t num_row_tiles, int64_t num_key_tiles,
-                 void* stream) {
-  const auto heads = static_cast<unsigned>(args.cache.num_kv_heads);
-  const auto grid = [heads](int64_t num_tiles) {
-    return dim3{static_cast<unsigned>(num_tiles < kMaxScoreBlocks ? num_tiles : kMaxScoreBlocks),
-                heads, 1};
-  };
-  launch(sum_rows_kernel<T, kHeadSize>, grid(num_row_tiles), kScoreThreads,
-         static_cast<int>(sizeof(SumRowsShared<T, kHeadSize>)), stream, args);
-  launch(sum_columns_kernel<T, kHeadSize>, grid(num_key_tiles), kScoreThreads,
-         static_cast<int>(sizeof(SumColumnsShared<T, kHeadSize>)), stream, args);
+void launch_weights(const ScoreGroupArgs& args, void* stream) {
+  const int64_t num_ranges =
+      (args.scratch.max_key_tiles + kScoreRangeTiles - 1) / kScoreRangeTiles;
+  const dim3 grid{static_cast<unsigned>(args.scratch.num_row_tiles * num_ranges),
+                  static_cast<unsigned>(args.inputs.cache.num_kv_heads), 1};
+  launch(weigh_tiles_kernel<T, kHeadSize>, grid, kScoreThreads,
+         static_cast<int>(sizeof(WeighShared<T, kHeadSize>)), stream, args);
 }
 
 template <typename T>
-void launch_sums_of(const ScoreKeysArgs& args, int64_t num_row_tiles, int64_t num_key_tiles,
-                    void* stream) {
-  switch (args.cache.head_size) {
+void launch_weights_of(const ScoreGroupArgs& args, void* stream) {
+  const int head_size = args.inputs.cache.head_size;
+  switch (head_size) {
     case 64:
-      return launch_sums<T, 64>(args, num_row_tiles, num_key_tiles, stream);
+      return launch_weights<T, 64>(args, stream);
     case 80:
-      return launch_sums<T, 80>(args, num_row_tiles, num_key_tiles, stream);
+      return launch_weights<T, 80>(args, stream);
     case 96:
-      return launch_sums<T, 96>(args, num_row_tiles, num_key_tiles, stream);
+      return launch_weights<T, 96>(args, stream);
     case 128:
-      return launch_sums<T, 128>(args, num_row_tiles, num_key_tiles, stream);
+      return launch_weights<T, 128>(args, stream);
     case 256:
-      return launch_sums<T, 256>(args, num_row_tiles, num_key_tiles, stream);
+      return launch_weights<T, 256>(args, stream);
     default:
-      throw std::invalid_argument("kv_cache: head size " + std::to_string(args.cache.head_size));
+      throw std::invalid_argument("kv_cache: head size " + std::to_string(head_size));
   }
 }
 
-void launch_sums_bf16(const ScoreKeysArgs& args, int64_t num_row_tiles, int64_t num_key_tiles,
-                      void* stream);
-void launch_sums_fp16(const ScoreKeysArgs& args, int64_t num_row_tiles, int64_t num_key_tiles,
-                      void* stream);
+void launch_weights_bf16(const ScoreGroupArgs& args, void* stream);
+void launch_weights_fp16(const ScoreGroupArgs& args, void* stream);
 
 }  // namespace keyformer::cuda

@@ -9,8 +9,6 @@
 
 namespace keyformer::cuda {
 
-constexpr int kTile = 64;
-
 // Keys that the row of `token` sees.
 __device__ inline int visible_keys(const ScoreKeysArgs& args, int request, int token) {
   return args.requests.kv_lens[request] - args.query_start_loc[request + 1] + token + 1;

@@ -192,18 +192,32 @@ keyformer::cuda::ScoreKeysArgs score_keys_args(
 // Scratch of the plan, all in one tensor, which must live until the launches are queued.
 Tensor make_plan(const Tensor& query, keyformer::cuda::ScoreKeysArgs& args) {
   const int64_t num_tokens = args.num_tokens;
-  const int64_t num_vectors = num_tokens * args.num_query_heads;
   const int64_t num_reqs = args.requests.num_reqs;
-  const std::vector<int64_t> size = {2 * num_vectors + 2 * num_tokens + 1 + 2 * (num_reqs + 1)};
+  const std::vector<int64_t> size = {2 * num_tokens + 1 + 2 * (num_reqs + 1)};
   Tensor scratch = torch::stable::new_empty(query, size, ScalarType::Int);
-  auto* words = static_cast<int32_t*>(scratch.data_ptr());
-  args.plan.row_maxima = reinterpret_cast<float*>(words);
-  args.plan.row_sums = args.plan.row_maxima + num_vectors;
-  args.plan.tokens = words + 2 * num_vectors;
+  args.plan.tokens = static_cast<int32_t*>(scratch.data_ptr());
   args.plan.ranks = args.plan.tokens + num_tokens;
   args.plan.row_tiles = args.plan.ranks + num_tokens + 1;
   args.plan.key_tiles = args.plan.row_tiles + num_reqs + 1;
   return scratch;
+}
+
+// Scratch of a call, kept for the next one: a step allocates nothing. A captured graph goes
+// on using what it was captured with, so an outgrown buffer is kept as well; each is twice as large
+// as the one before, so that together they are hardly more than the last two. Launches of one
+// stream run one after the other and share it.
+void* kept_scratch(const Tensor& like, int64_t num_bytes, void* stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int32_t, void*>, std::vector<Tensor>> kept;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& buffers = kept[{like.get_device_index(), stream}];
+  const int64_t last = buffers.empty() ? 0 : buffers.back().numel();
+  if (buffers.empty() || last < num_bytes) {
+    const std::vector<int64_t> size = {
+        std::max(num_bytes, std::min(2 * last, keyformer::cuda::kMaxScratchBytes))};
+    buffers.push_back(torch::stable::new_empty(like, size, ScalarType::Byte));
+  }
+  return buffers.back().data_ptr();
 }
 
 void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score,
@@ -217,26 +231,10 @@ void score_keys(const Tensor& query, const Tensor& kv_cache, const Tensor& score
                               query_start_loc, query_positions, tau, noise_keys, alibi_slopes,
                               place, sinks, layer_index, first_query_head, scale, soft_cap, layout);
   const Device device(query);
-  const Tensor scratch = make_plan(query, args);
-  keyformer::cuda::launch_score_keys(args, device.stream());
-}
-
-// Scratch of the attention, kept for the next call: a step allocates nothing. A captured graph goes
-// on using what it was captured with, so an outgrown buffer is kept as well; each is twice as large
-// as the one before, so that together they are hardly more than the last two. Launches of one
-// stream run one after the other and share it.
-void* attention_scratch(const Tensor& like, int64_t num_bytes, void* stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int32_t, void*>, std::vector<Tensor>> kept;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& buffers = kept[{like.get_device_index(), stream}];
-  const int64_t last = buffers.empty() ? 0 : buffers.back().numel();
-  if (buffers.empty() || last < num_bytes) {
-    const std::vector<int64_t> size = {
-        std::max(num_bytes, std::min(2 * last, keyformer::cuda::kMaxScratchBytes))};
-    buffers.push_back(torch::stable::new_empty(like, size, ScalarType::Byte));
-  }
-  return buffers.back().data_ptr();
+  const Tensor plan = make_plan(query, args);
+  const int64_t num_bytes = keyformer::cuda::score_scratch_bytes(args);
+  void* scratch = kept_scratch(query, num_bytes, device.stream());
+  keyformer::cuda::launch_score_keys(args, scratch, device.stream());
 }
 
 void paged_attention_scored(const Tensor& output, const Tensor& query, const Tensor& kv_cache,
@@ -260,7 +258,7 @@ void paged_attention_scored(const Tensor& output, const Tensor& query, const Ten
   args.output_head_stride = output.stride(1);
   const Device device(query);
   const int64_t num_bytes = keyformer::cuda::attention_scratch_bytes(args.inputs);
-  void* scratch = attention_scratch(query, num_bytes, device.stream());
+  void* scratch = kept_scratch(query, num_bytes, device.stream());
   keyformer::cuda::launch_paged_attention_scored(args, scratch, device.stream());
 }
 

@@ -288,6 +288,8 @@ inline uint32_t pack(float low, float high) {
          static_cast<uint32_t>(emulation::float_to_bits(high, kIsBFloat16)) << 16;
 }
 
+inline float half_to_float(uint16_t bits) { return emulation::bits_to_float(bits, false); }
+
 inline void load_matrices(uint32_t (&to)[4], const void* row) {
   const int lane = threadIdx.x % 32;
   const auto* rows = emulation::block().exchange(static_cast<const char*>(row));

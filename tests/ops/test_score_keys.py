@@ -11,6 +11,7 @@ from keyformer_vllm import ops
 from keyformer_vllm.core import noise
 from keyformer_vllm.ops import cpu
 from tests.helpers import (
+    HALF_IMPLS,
     MATHS,
     ROW_IMPLS,
     BatchSpec,
@@ -98,6 +99,13 @@ def run(
     )
 
 
+def is_close(got: torch.Tensor, want: torch.Tensor, impl: str) -> bool:
+    """Whether shares agree up to their rounding, for a handful of rows."""
+    if impl in HALF_IMPLS:  # a small weight has as many digits as its tile's largest
+        return torch.allclose(got.double(), want.double(), rtol=2**-11, atol=2**-24)
+    return torch.allclose(got.double(), want.double(), rtol=1e-5, atol=1e-7)
+
+
 def scores_of(batch: PagedBatch) -> list[torch.Tensor]:
     return [batch.side(batch.score, r)[0].clone() for r in range(len(batch.spec.lens))]
 
@@ -105,10 +113,17 @@ def scores_of(batch: PagedBatch) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def truths():
     """fp64 scores of a case and the error of the same maths in fp32; made once."""
-    made: dict[tuple[str, str], tuple[list[torch.Tensor], float]] = {}
+    made: dict[tuple[str, str, bool], tuple[list[torch.Tensor], float]] = {}
 
-    def get(batch: PagedBatch, math: str, tau: torch.Tensor, keys: torch.Tensor):
-        name = str(batch.spec), math  # the head sizes and dtypes of a GPU included
+    def get(
+        batch: PagedBatch,
+        math: str,
+        tau: torch.Tensor,
+        keys: torch.Tensor,
+        in_halves: bool,
+    ):
+        # The head sizes and dtypes of a GPU are part of the name.
+        name = str(batch.spec), math, in_halves
         if name not in made:
             exact, same = (
                 dense_scores(
@@ -120,6 +135,7 @@ def truths():
                     scale=batch.spec.head_size**-0.5,
                     soft_cap=MATHS[math].soft_cap,
                     dtype=dtype,
+                    in_halves=in_halves and dtype == torch.float32,
                     **MATHS[math].optional(batch),
                 )
                 for dtype in (torch.float64, torch.float32)
@@ -143,7 +159,7 @@ def test_scores_match_fp64(spec, math, impl, truths):
     tau = torch.full((num_tokens,), case.tau)
     tau[3::5] = 0.0  # rows that are not scored
     keys = torch.full((len(spec.lens),), case.noise_key)
-    exact, same_error = truths(batch, math, tau, keys)
+    exact, same_error = truths(batch, math, tau, keys, impl in HALF_IMPLS)
     before = batch.raw.clone()
     optional = case.optional(batch)
     run(batch, impl, tau, keys, case.soft_cap, **optional)
@@ -181,7 +197,10 @@ def test_scores_accumulate_over_calls(impl):
     run(batch, impl, tau, keys)
     once = scores_of(batch)[0]
     run(batch, impl, tau, keys)
-    assert torch.equal(scores_of(batch)[0], once + once)
+    if impl in HALF_IMPLS:  # head by head, each addition with a rounding of its own
+        assert torch.allclose(scores_of(batch)[0], once + once, rtol=1e-6)
+    else:
+        assert torch.equal(scores_of(batch)[0], once + once)
 
 
 def test_bias_follows_stored_positions(impl):
@@ -195,7 +214,7 @@ def test_bias_follows_stored_positions(impl):
     distance = batch.side(batch.position, 0)[0, 0] - batch.query_positions[0]
     bias = slopes[:, None].double() * distance
     expected = torch.softmax(bias / 2.0, dim=-1).sum(0)
-    assert torch.allclose(scores_of(batch)[0][0].double(), expected, rtol=1e-5)
+    assert is_close(scores_of(batch)[0][0], expected, impl)
 
 
 def test_places_change_the_bias_and_leave_the_noise(impl):
@@ -217,7 +236,7 @@ def test_places_change_the_bias_and_leave_the_noise(impl):
     rows = noise.row_keys(8, 3, 10, int(batch.query_positions[0]))
     gumbel = noise.gumbel(rows, batch.side(batch.position, 0)[0, 0])
     expected = torch.softmax(0.25 * (place - 49) + gumbel.double(), dim=-1)
-    assert torch.allclose(scores_of(batch)[0][0].double(), expected, rtol=1e-5)
+    assert is_close(scores_of(batch)[0][0], expected, impl)
 
 
 def test_places_in_order_are_positions_from_zero_on(cpu_impl):
@@ -252,7 +271,7 @@ def test_a_sink_takes_its_share_and_no_noise(impl):
     mass = float((noise.gumbel(rows, positions).double() / tau.double()).exp().sum())
     share = mass / (mass + float((sinks[0].double() / tau.double()).exp()))
     # The second head's sink is too small to take anything.
-    assert abs(total - (share + 1.0)) < 1e-6
+    assert abs(total - (share + 1.0)) < (1e-5 if impl in HALF_IMPLS else 1e-6)
 
 
 def test_a_sink_above_all_logits_leaves_nothing(impl):
@@ -331,7 +350,7 @@ def test_the_query_rows_of_a_gpu_lie_anywhere(impl):
         dtype=torch.float64,
     )
     for got, want in zip(scores_of(batch), expected, strict=True):
-        assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-7)
+        assert is_close(got, want, impl)
 
 
 def test_tiles_of_a_long_prompt_add_in_order(cpu_impl):
@@ -426,7 +445,7 @@ def test_noise_depends_on_layer_head_and_request(impl):
     assert not torch.allclose(first, second)
     rows = noise.row_keys(8, 3, 10, int(batch.query_positions[0]))
     expected = torch.softmax(noise.gumbel(rows, torch.arange(64)), 0)
-    assert torch.allclose(first[0], expected, rtol=1e-5)
+    assert is_close(first[0], expected, impl)
 
 
 @pytest.mark.parametrize(
