@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What should the CUDA operators take on a GPU? Predicted, not measured.
 
-A call takes as long as its bytes at the bandwidth of a copy, or as its instructions at
-the rate that the multiprocessors can issue, whichever is longer. Launches, the last
-wave of thread blocks and what the L2 cache keeps are left out. The figures are to be
+A kernel takes as long as its bytes at the bandwidth of a copy, or as its instructions
+at the rate that the multiprocessors can issue, whichever is longer; a call takes as
+long as its kernels. Launches, the last wave of thread blocks and what the L2 cache
+keeps are left out. The figures are to be
 held against a measurement, and replaced by it.
 """
 
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 
@@ -23,10 +25,15 @@ RANGE_KEYS = 256
 # Instructions of one warp in the machine code for sm_90a, head size 128, with noise at
 # tau 1 and neither soft cap nor bias: nvcc 13.0, counted in the loops of nvdisasm.
 ATTEND_CHUNK = 660  # 16 keys, and its part of the end of a range
-SUM_ROWS_TILE = 2062  # 16 query vectors times 64 keys
-SUM_COLUMNS_TILE = 2800  # the same, and adding the weights of each key
+WEIGH_TILE = 1011  # 16 query vectors times 64 keys, and its part of preparing a range
+ADD_TILE = 154  # the same, and its part of what a tile of 64 times 64 takes
 SELECT_SLOT = 150  # of one lane: four passes over a score, of about 40 each
 TILE_WEIGHTS = 16 * 64
+
+# Bytes per weight: itself, written and read; its row's maximum, sum and factor in a
+# tile of 64 keys.
+WEIGH_BYTES = 2 + 8 / 64
+ADD_BYTES = 8 / 64 + 4 / 64 + 2 + 4 / 64
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Prediction:
     """One call, or all calls of a step.
 
     Args:
-        seconds: the longer of the two times.
+        seconds: the longer of the two times, kernel by kernel.
         bytes_seconds, issue_seconds: what each alone would take.
         share_of: what `seconds` is compared with.
         share: of that.
@@ -79,18 +86,21 @@ class Prediction:
     share: float
 
 
+class Work(NamedTuple):
+    """Of kernels that run side by side; instructions are those of warps."""
+
+    num_bytes: float
+    instructions: float
+
+
 def predict(
-    gpu: Gpu,
-    name: str,
-    num_bytes: float,
-    instructions: float,
-    share_of: str,
-    base: float,
+    gpu: Gpu, name: str, work: Sequence[Work], share_of: str, base: float
 ) -> Prediction:
-    """`base` in seconds; the instructions are those of warps."""
-    moved, issued = gpu.bytes_time(num_bytes), gpu.issue_time(instructions)
-    seconds = max(moved, issued)
-    return Prediction(name, seconds, moved, issued, share_of, seconds / base)
+    """`work` one after the other; `base` in seconds."""
+    moved = [gpu.bytes_time(one.num_bytes) for one in work]
+    issued = [gpu.issue_time(one.instructions) for one in work]
+    seconds = sum(map(max, moved, issued))
+    return Prediction(name, seconds, sum(moved), sum(issued), share_of, seconds / base)
 
 
 def kv_bytes(model: Model, num_keys: int) -> int:
@@ -108,10 +118,14 @@ def attention_bytes(model: Model, num_keys: int) -> int:
     return kv_bytes(model, num_keys) + side + logits + ranges
 
 
-def score_instructions(model: Model, num_weights: float) -> float:
-    """Of score_keys in one layer, both sweeps; weights of one query head."""
-    tiles = num_weights * model.num_query_heads / TILE_WEIGHTS
-    return tiles * (SUM_ROWS_TILE + SUM_COLUMNS_TILE)
+def score_work(model: Model, key_bytes: float, num_weights: float) -> list[Work]:
+    """Of score_keys in all layers: weights of one query head, keys read once."""
+    weights = num_weights * model.num_query_heads * model.num_layers
+    tiles = weights / TILE_WEIGHTS
+    return [
+        Work(key_bytes * model.num_layers + weights * WEIGH_BYTES, tiles * WEIGH_TILE),
+        Work(weights * ADD_BYTES, tiles * ADD_TILE),
+    ]
 
 
 def predict_all(gpu: Gpu, model: Model, step: float) -> list[Prediction]:
@@ -122,21 +136,25 @@ def predict_all(gpu: Gpu, model: Model, step: float) -> list[Prediction]:
         predict(
             gpu,
             "paged_attention_scored, a layer, 64 x 4,096",
-            attention_bytes(model, keys),
-            keys * kv_heads / CHUNK_KEYS * ATTEND_CHUNK,
+            [
+                Work(
+                    attention_bytes(model, keys),
+                    keys * kv_heads / CHUNK_KEYS * ATTEND_CHUNK,
+                )
+            ],
             "reading K and V",
             gpu.bytes_time(kv_bytes(model, keys)),
         )
     ]
     prompt = 4096
     for label, rows in (("all", 1), ("stride:4", 4)):
-        instructions = score_instructions(model, prompt * prompt / 2 / rows) * layers
         made.append(
             predict(
                 gpu,
                 f"score_keys, prompt of 4,096, {label}",
-                layers * 2 * kv_bytes(model, prompt),
-                instructions,
+                score_work(
+                    model, kv_bytes(model, prompt) / 2, prompt * prompt / 2 / rows
+                ),
                 "prefill",
                 prompt / model.prefill_rate,
             )
@@ -149,8 +167,11 @@ def predict_all(gpu: Gpu, model: Model, step: float) -> list[Prediction]:
         predict(
             gpu,
             "score_keys, ring of 16, 64 x 2,048, a step",
-            layers * kv_bytes(model, num_reqs * kv_len) / every,  # K in each sweep
-            score_instructions(model, num_reqs * kv_len) * layers,
+            score_work(
+                model,
+                kv_bytes(model, num_reqs * kv_len) / 2 / every,
+                num_reqs * kv_len,
+            ),
             decode,
             step,
         )
@@ -159,8 +180,7 @@ def predict_all(gpu: Gpu, model: Model, step: float) -> list[Prediction]:
         predict(
             gpu,
             "select_keep, 64 x 2,048, a step",
-            slots * 9 / every,
-            slots * SELECT_SLOT / WARP / every,
+            [Work(slots * 9 / every, slots * SELECT_SLOT / WARP / every)],
             decode,
             step,
         )
@@ -172,8 +192,12 @@ def predict_all(gpu: Gpu, model: Model, step: float) -> list[Prediction]:
         predict(
             gpu,
             "compact_kv, 64 x 2,048, a step",
-            (2 * moved * row + slots) / every,
-            (moved * 40 + slots / WARP * 20) / every,
+            [
+                Work(
+                    (2 * moved * row + slots) / every,
+                    (moved * 40 + slots / WARP * 20) / every,
+                )
+            ],
             decode,
             step,
         )

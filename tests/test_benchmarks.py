@@ -335,14 +335,16 @@ def test_predicted_bytes_and_times_by_hand():
     # K and V; position and score; logits there and back; a range's output and state.
     expected = 4096 + 256 * 12 + 2 * 256 * 2 * 4 + 2 * 2 * (16 + 16)
     assert predict_gpu.attention_bytes(model, 256) == expected
-    # 1,024 weights of each of two query heads are two tiles in each sweep.
-    tiles = 2 * (predict_gpu.SUM_ROWS_TILE + predict_gpu.SUM_COLUMNS_TILE)
-    assert predict_gpu.score_instructions(model, 1024) == tiles
+    # 1,024 weights of each of two query heads are two tiles, and 2,048 in scratch.
+    weigh, add = predict_gpu.score_work(model, 100, 1024)
+    assert weigh == (100 + 2048 * 2.125, 2 * predict_gpu.WEIGH_TILE)
+    assert add == (2048 * 2.25, 2 * predict_gpu.ADD_TILE)
     gpu = predict_gpu.Gpu(100.0, 2, 10.0, 4, 0.5)
     assert (gpu.bytes_time(200), gpu.issue_time(80)) == (2.0, 2.0)
-    slow_bytes = predict_gpu.predict(gpu, "", 300, 80, "", 6.0)
+    slow_bytes = predict_gpu.predict(gpu, "", [predict_gpu.Work(300, 80)], "", 6.0)
     assert (slow_bytes.seconds, slow_bytes.share) == (3.0, 0.5)
-    assert predict_gpu.predict(gpu, "", 100, 80, "", 1.0).seconds == 2.0
+    both = [predict_gpu.Work(100, 80), predict_gpu.Work(300, 80)]
+    assert predict_gpu.predict(gpu, "", both, "", 1.0).seconds == 2.0 + 3.0
 
 
 def test_readme_shows_what_is_predicted():

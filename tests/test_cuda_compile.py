@@ -13,11 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("80", "90a")
 HEAD_SIZES = (64, 80, 96, 128, 256)
 
-# Registers per thread, by kernel. 96 let 5 blocks of 128 threads run on a
-# multiprocessor; the tiles of head size 256 leave room for 3 anyway. 168 let the 3
+# Registers per thread, by kernel. 128 let 4 blocks of 128 threads weigh tiles on a
+# multiprocessor; the tiles of head size 256 leave room for 2 anyway. 168 let the 3
 # blocks of 128 threads of attention run for which shared memory has room, up to head
 # size 128; one of head size 256.
-SCORE_KERNELS = ("sum_rows_kernel", "sum_columns_kernel")
 DTYPES = ("BFloat16", "Float16")
 BUDGETS = {
     "select_tokens_kernel": 64,
@@ -28,9 +27,10 @@ BUDGETS = {
     "finish_rows_kernel": 64,
     "draw_noise_kernel": 40,
     "plan_scores_kernel": 64,
+    "scale_tiles_kernel": 40,
+    "add_columns_kernel": 64,
     **{
-        f"{kernel}<{dtype},{size}>": 96 if size <= 128 else 160
-        for kernel in SCORE_KERNELS
+        f"weigh_tiles_kernel<{dtype},{size}>": 128 if size <= 128 else 168
         for dtype in DTYPES
         for size in HEAD_SIZES
     },
@@ -76,12 +76,12 @@ def read_usage(log: str) -> dict[tuple[str, str], Usage]:
 def test_the_report_is_read():
     log = (
         "ptxas info    : Compiling entry function "
-        "'_ZN9keyformer4cuda15sum_rows_kernelINS0_8BFloat16ELi80EEEvNS0_13"
-        "ScoreKeysArgsE' for 'sm_90a'\n"
+        "'_ZN9keyformer4cuda18weigh_tiles_kernelINS0_8BFloat16ELi80EEEvNS0_14"
+        "ScoreGroupArgsE' for 'sm_90a'\n"
         "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
         "ptxas info    : Used 94 registers, used 1 barriers\n"
     )
-    assert read_usage(log) == {("sum_rows_kernel<BFloat16,80>", "90a"): Usage(94, 16)}
+    assert read_usage(log) == {("weigh_tiles_kernel<BFloat16,80>", "90a"): Usage(94, 16)}
 
 
 @pytest.mark.slow  # about a minute of nvcc

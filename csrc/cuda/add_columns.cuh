@@ -88,7 +88,7 @@ constexpr int kColumnStages = 4;
 struct AddColumnsShared {
   struct Stage {
     uint16_t weights[kTile][kTile];
-    float factors[kTile];
+    alignas(16) float factors[kTile];
   } stages[kColumnStages];
 };
 
@@ -150,9 +150,16 @@ __global__ void __launch_bounds__(kTile)
       __syncthreads();  // ends also the reading of the stage that is filled next
       copy(tile + kColumnStages - 1);
       const auto& stage = shared.stages[tile % kColumnStages];
-#pragma unroll 16
-      for (int row = 0; row < kTile; ++row) {
-        total = fmaf(half_to_float(stage.weights[row][threadIdx.x]), stage.factors[row], total);
+#pragma unroll 4
+      for (int row = 0; row < kTile; row += 4) {
+        const float4 factors = *reinterpret_cast<const float4*>(&stage.factors[row]);
+        const auto weight = [&](int i) {
+          return half_to_float(stage.weights[row + i][threadIdx.x]);
+        };
+        total = fmaf(weight(0), factors.x, total);
+        total = fmaf(weight(1), factors.y, total);
+        total = fmaf(weight(2), factors.z, total);
+        total = fmaf(weight(3), factors.w, total);
       }
     }
     if (score != nullptr) *score = total;

@@ -8,8 +8,7 @@ namespace keyformer::cuda {
 
 template <typename T, int kHeadSize>
 void launch_weights(const ScoreGroupArgs& args, void* stream) {
-  const int64_t num_ranges =
-      (args.scratch.max_key_tiles + kScoreRangeTiles - 1) / kScoreRangeTiles;
+  const int64_t num_ranges = (args.scratch.max_key_tiles + kScoreRangeTiles - 1) / kScoreRangeTiles;
   const dim3 grid{static_cast<unsigned>(args.scratch.num_row_tiles * num_ranges),
                   static_cast<unsigned>(args.inputs.cache.num_kv_heads), 1};
   launch(weigh_tiles_kernel<T, kHeadSize>, grid, kScoreThreads,

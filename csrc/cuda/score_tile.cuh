@@ -74,12 +74,19 @@ struct RowTile {
 template <typename T, int kHeadSize, typename Address>
 __device__ inline void copy_tile(TileRows<T, kHeadSize>& tile, const Address& row) {
   constexpr int kAccesses = kHeadSize * sizeof(T) / 16;
+  constexpr int kOwn = kTile * kAccesses / kScoreThreads;
+  // All addresses first: shared memory is not read between copies to it.
+  const char* from[kOwn];
 #pragma unroll
-  for (int i = 0; i < kTile * kAccesses / kScoreThreads; ++i) {
+  for (int i = 0; i < kOwn; ++i) {
     const int access = i * kScoreThreads + threadIdx.x;
-    const int part = access % kAccesses * 16;
-    copy_async_16(reinterpret_cast<char*>(tile.rows[access / kAccesses]) + part,
-                  row(access / kAccesses) + part, true);
+    from[i] = row(access / kAccesses) + access % kAccesses * 16;
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int access = i * kScoreThreads + threadIdx.x;
+    copy_async_16(reinterpret_cast<char*>(tile.rows[access / kAccesses]) + access % kAccesses * 16,
+                  from[i], true);
   }
 }
 

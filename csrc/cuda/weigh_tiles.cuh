@@ -65,11 +65,14 @@ __device__ inline void make_exponents(const ScoreKeysArgs& args, const QueryVect
   }
 }
 
-// Leaves the weights of a lane's two vectors in scratch, and the sums of their rows in the tile.
+// Accesses of 16 bytes to a row of weights in scratch.
+constexpr int kRowAccesses = kTile * sizeof(uint16_t) / sizeof(uint4);
+
+// Leaves the weights of a lane's two vectors, and the sums of their rows in the tile, at the places
+// of the first; the other is eight rows on.
 __device__ inline void store_weights(const QueryVector (&vectors)[2],
-                                     const float (&exponents)[kColumnBlocks][4], uint16_t* weights,
+                                     const float (&exponents)[kColumnBlocks][4], uint4* weights,
                                      TileState* states) {
-  const int lane = threadIdx.x % kWarp;
   uint32_t pairs[2][kColumnBlocks];
   float maxima[2];
 #pragma unroll
@@ -97,18 +100,15 @@ __device__ inline void store_weights(const QueryVector (&vectors)[2],
   float sums[4] = {};
 #pragma unroll
   for (int n = 0; n < kColumnBlocks; n += 2) {
-    multiply_accumulate<Float16>(
-        sums, {pairs[0][n], pairs[1][n], pairs[0][n + 1], pairs[1][n + 1]}, {kOnes, kOnes});
+    multiply_accumulate<Float16>(sums, {pairs[0][n], pairs[1][n], pairs[0][n + 1], pairs[1][n + 1]},
+                                 {kOnes, kOnes});
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = threadIdx.x / kWarp * 16 + lane / 4 + 8 * half;
-    // A lane's weights lie together: column_key() says which they are.
-    auto* to = reinterpret_cast<uint4*>(weights + row * kTile + lane % 4 * (kTile / 4));
     const auto& own = pairs[half];
-    to[0] = {own[0], own[1], own[2], own[3]};
-    to[1] = {own[4], own[5], own[6], own[7]};
-    if (lane % 4 == 0) states[row] = {maxima[half], sums[2 * half]};
+    weights[8 * half * kRowAccesses] = {own[0], own[1], own[2], own[3]};
+    weights[8 * half * kRowAccesses + 1] = {own[4], own[5], own[6], own[7]};
+    if (threadIdx.x % 4 == 0) states[8 * half] = {maxima[half], sums[2 * half]};
   }
 }
 
@@ -135,12 +135,16 @@ __global__ void __launch_bounds__(kScoreThreads, kWeighBlocks<kHeadSize>)
   const int row = threadIdx.x / kWarp * 16 + threadIdx.x % kWarp / 4;
   const QueryVector vectors[2] = {shared.vectors[row], shared.vectors[row + 8]};
   // What every vector of the tile sees, if it is a whole tile.
-  const int seen_by_all =
-      shared.vectors[kTile - 1].visible == 0 ? 0 : shared.vectors[0].visible;
+  const int seen_by_all = shared.vectors[kTile - 1].visible == 0 ? 0 : shared.vectors[0].visible;
   const bool has_noise = inputs.noise_keys[tile.request] != 0;
   copy_tile(shared.query, [&](int i) { return shared.vectors[i].row; });
   copy_tile(shared.key, [&](int i) { return shared.keys.rows[i]; });
   close_copies();
+  // A lane's weights lie together: column_key() says which they are.
+  const int64_t at = args.scratch.tile(inputs, tile.slot, head, begin / kTile) * kTile + row;
+  auto* weights = reinterpret_cast<uint4*>(args.scratch.weights) + at * kRowAccesses +
+                  threadIdx.x % 4 * (kRowAccesses / 4);
+  TileState* states = args.scratch.states + at;
   for (int start = begin; start < end; start += kTile) {
     wait_for_copies<0>();
     __syncthreads();
@@ -155,9 +159,9 @@ __global__ void __launch_bounds__(kScoreThreads, kWeighBlocks<kHeadSize>)
     make_exponents(inputs, vectors, start, has_noise, start + kTile > seen_by_all,
                    shared.keys.noise_positions + offset, shared.keys.bias_positions + offset,
                    exponents);
-    const int64_t at = args.scratch.tile(inputs, tile.slot, head, start / kTile);
-    store_weights(vectors, exponents, args.scratch.weights + at * kTile * kTile,
-                  args.scratch.states + at * kTile);
+    store_weights(vectors, exponents, weights, states);
+    weights += kTile * kRowAccesses;
+    states += kTile;
   }
 }
 

@@ -17,7 +17,11 @@ from keyformer_vllm.adapters.plan import EvictionEntry, StepPlan, plan_of
 from keyformer_vllm.adapters.query_ring import QueryRing, RingShape
 from keyformer_vllm.adapters.ranks import HeadShare, RankCheck, ReplicaGroup
 from keyformer_vllm.adapters.request_table import RequestTable
-from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
+from keyformer_vllm.adapters.score_batch import (
+    ScoreBatch,
+    narrow_table,
+    query_temperatures,
+)
 from keyformer_vllm.adapters.score_mode import score_mode_in_use
 from keyformer_vllm.adapters.scoring_impl import LayerSide
 from keyformer_vllm.adapters.trace import TraceWriter
@@ -347,7 +351,7 @@ class WorkerRuntime:
             self.config, table, np.repeat(rows, counts), torch.from_numpy(positions)
         )
         batch = ScoreBatch(
-            block_table=block_table,
+            block_table=narrow_table(block_table, int(kv_lens.max()), self.block_size),
             kv_lens=self.upload(kv_lens),
             query_start_loc=self.upload(starts.astype(np.int32)),
             positions=self.upload(positions),

@@ -49,6 +49,23 @@ class ScoreBatch:
         )
 
 
+def narrow_table(
+    block_table: torch.Tensor, max_kv_len: int, block_size: int
+) -> torch.Tensor:
+    """The columns that a batch reads: a GPU sizes launches and scratch by the width.
+
+    Args:
+        block_table: int32 ``[num_reqs, max_blocks]``, as wide as the longest request
+            that the server takes.
+        max_kv_len: tokens of the longest request of the batch, at most.
+        block_size: tokens of a block.
+
+    Returns:
+        A view of the first columns.
+    """
+    return block_table[:, : -(-max_kv_len // block_size)]
+
+
 def query_temperatures(
     config: KeyformerConfig,
     table: RequestTable,

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from keyformer_vllm.adapters.score_batch import ScoreBatch, query_temperatures
+from keyformer_vllm.adapters.score_batch import (
+    ScoreBatch,
+    narrow_table,
+    query_temperatures,
+)
 
 if TYPE_CHECKING:
     from keyformer_vllm.adapters.runtime import WorkerRuntime
@@ -73,8 +77,12 @@ def batch_to_score(
     tau.masked_fill_(torch.from_numpy(np.repeat(elsewhere, lengths)), 0.0)
     if not (tau > 0).any():
         return None
+    # The cache holds no more tokens of a request than it has positions.
+    longest = int(positions.max()) + 1
     return ScoreBatch(
-        block_table=common.block_table_tensor,
+        block_table=narrow_table(
+            common.block_table_tensor, longest, runtime.block_size
+        ),
         kv_lens=common.seq_lens,
         query_start_loc=common.query_start_loc,
         positions=common.positions[: len(positions)],

@@ -49,6 +49,7 @@ class Runtime:
     """The part of ``WorkerRuntime`` that the builder reads."""
 
     score_mode = "fused"
+    block_size = 16
     ring = None
 
     def __init__(self) -> None:

@@ -223,6 +223,29 @@ def test_no_query_scores_in_its_own_step_while_all_decode(tiny_model, monkeypatc
     assert calls == [3 * 32] * (3 * num_layers)
 
 
+@pytest.mark.parametrize("mode", ["step", "deferred"])
+def test_scores_see_the_blocks_of_the_longest_request_only(
+    tiny_model, monkeypatch, mode
+):
+    """Not those of the longest that the server takes: a GPU's scratch is as wide."""
+    widths = []
+    score_keys = ops.score_keys
+
+    def noting(*args, **kwargs):
+        block_table, kv_lens = args[4:6]
+        widths.append((block_table.shape[1], -(-int(kv_lens.max()) // 32)))
+        score_keys(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "score_keys", noting)
+    with open_engine(tiny_model(KIND), POLICY | {"score_mode": mode}) as engine:
+        for num_tokens in (64, 100):
+            engine.add(random_prompt(num_tokens, 1), max_tokens=60)
+        engine.run()
+    # By its position: what it has evicted may leave some blocks too many.
+    assert {width for width, _ in widths} <= {2, 3, 4, 5}
+    assert all(needed <= width for width, needed in widths)
+
+
 def give(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """What vLLM's worker finds left for the cache."""
     from keyformer_vllm.adapters import compat

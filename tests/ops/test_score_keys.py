@@ -330,6 +330,21 @@ def test_chunks_and_batches_change_no_bit(spec, math, kernel_impl):
         assert torch.equal(alone.raw, together.raw), chunk
 
 
+def test_the_width_of_the_block_table_changes_no_bit(kernel_impl):
+    """A wide one leaves a GPU room for a single tile of rows at a time in scratch, so
+    that rows and requests are spread over many launches."""
+    spec = BatchSpec(bf16, "hnd", 3, 1, 64, 16, ((113, 50), (20, 1), (70, 43)))
+    spec = suited_to_score(spec, kernel_impl)
+    narrow, wide = make_batch(spec), make_batch(spec)
+    tau, keys = torch.linspace(1.0, 1.5, len(narrow.query)), torch.tensor([3, 4, 5])
+    columns = 2**20 // spec.block_size  # of a context of a million tokens
+    table = torch.zeros(len(spec.lens), columns, dtype=torch.int32)
+    table[:, : narrow.block_table.shape[1]] = narrow.block_table
+    run(narrow, kernel_impl, tau, keys)
+    run(wide, kernel_impl, tau, keys, block_table=table)
+    assert torch.equal(wide.raw, narrow.raw)
+
+
 def test_the_query_rows_of_a_gpu_lie_anywhere(impl):
     """Few scored rows far apart, and a group that does not divide a tile of vectors."""
     spec = BatchSpec(bf16, "hnd", 9, 3, 64, 16, ((200, 150), (0, 0), (70, 70)))

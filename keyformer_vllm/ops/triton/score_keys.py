@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""score_keys in Triton: two sweeps, as csrc/cuda/score_keys.cuh explains.
+"""score_keys in Triton: two sweeps over the same products, which so are never stored.
 
 `_sum_rows_kernel` finds the maximum and the sum of each row, `_sum_columns_kernel` adds
 the weights of each key row after row, in an order that does not depend on chunks. A
