@@ -12,6 +12,7 @@ import bench_quality
 import common
 import engines
 import predict_gpu
+import predict_serving
 import pytest
 
 from tests.bench_scripts import BENCHMARKS, PNG, last_line, run_script
@@ -345,6 +346,64 @@ def test_predicted_bytes_and_times_by_hand():
     assert (slow_bytes.seconds, slow_bytes.share) == (3.0, 0.5)
     both = [predict_gpu.Work(100, 80), predict_gpu.Work(300, 80)]
     assert predict_gpu.predict(gpu, "", both, "", 1.0).seconds == 2.0 + 3.0
+
+
+def tiny_load(prompt: int, pool: int) -> predict_serving.Load:
+    return predict_serving.Load("", 2, prompt, 3, pool)
+
+
+def test_predicted_serving_by_hand():
+    """Two requests of 4 + 3 tokens in blocks of 4; seconds of each step are listed."""
+    times = predict_serving.Times(fixed=1.0, prompt_token=0.5, resident_token=0.1)
+    stock = predict_serving.Arm("stock", 1.0)
+    ample = predict_serving.serve(tiny_load(4, 16), stock, times, 4)
+    steps = [8 * 0.5, 1 + 10 * 0.1, 1 + 12 * 0.1]
+    assert ample == pytest.approx((sum(steps), (steps[1] + steps[2]) / 2, 2, 2, 0))
+    # In three blocks the second request is preempted by its first new block, waits for
+    # the first one's end and computes its prompt and its one token again.
+    tight = predict_serving.serve(tiny_load(4, 12), stock, times, 4)
+    steps = [8 * 0.5, 1 + 5 * 0.1, 1 + 6 * 0.1, 5 * 0.5, 1 + 6 * 0.1]
+    decode = (steps[1] + steps[2] + steps[4]) / 3
+    mean = (2 * steps[0] + sum(steps[1:])) / sum(steps)
+    assert tight == pytest.approx((sum(steps), decode, 2, mean, 1))
+
+
+def test_predicted_eviction_gives_blocks_back():
+    """A prompt of two blocks of 4 shrinks to one, and whole blocks go after that."""
+    half = predict_serving.Arm("0.5", 0.5)
+    server = predict_serving.Server(tiny_load(8, 24), half, 4)
+    held = []
+    while server.running or server.waiting:
+        server.schedule()
+        held.append([request.held for request in server.running])
+    assert held == [[4, 4], [5, 5], []]
+    assert (server.free, server.peak_running, server.preempted) == (6, 2, 0)
+    first = predict_serving.Request(8)
+    first.held, server.free = 7, 4
+    assert server.grow(first, 1) and server.free == 4
+    server.evict(first)
+    assert (first.held, server.free) == (4, 5)
+
+
+def test_predicted_steps_know_their_costs():
+    gpu, model = predict_gpu.Gpu(), predict_gpu.Model()
+    load = predict_serving.LOADS[0]
+    stock, half = (
+        predict_serving.step_times(gpu, model, load, arm, 0.01)
+        for arm in predict_serving.ARMS[:2]
+    )
+    # By definition of the step; scores cost a part of a prompt and of reading.
+    assert stock.fixed + 64 * 2048 * stock.resident_token == pytest.approx(0.01)
+    assert half.fixed == stock.fixed
+    assert 1.0 < half.prompt_token / stock.prompt_token < 1.2
+    assert 1.0 < half.resident_token / stock.resident_token < 1.2
+
+
+def test_readme_shows_what_serving_is_predicted():
+    done = run_script("predict_serving.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() in (BENCHMARKS / "README.md").read_text()
+    assert len(last_line(done.stdout)["predicted"]) == 9
 
 
 def test_readme_shows_what_is_predicted():
