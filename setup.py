@@ -7,8 +7,8 @@ and chosen at run time, so one build serves every CPU. `keyformer_vllm._C_cuda` 
 as well where there are nvcc and a CUDA build of torch.
 
 Environment variables:
-    KEYFORMER_CUDA_ARCHS  architectures to compile for, default "80;86;89;90a"; empty
-                          to leave the CUDA extension out
+    KEYFORMER_CUDA_ARCHS  architectures to compile for, default "80;86;89;90a"; any of
+                          KNOWN_ARCHS, or empty to leave the CUDA extension out
 """
 
 import importlib.util
@@ -25,11 +25,32 @@ from setuptools.command.build_ext import build_ext
 
 CPU_SOURCES = Path("csrc/cpu")
 CUDA_SOURCES = Path("csrc/cuda")
-CUDA_ARCHS = [
-    arch
-    for arch in os.environ.get("KEYFORMER_CUDA_ARCHS", "80;86;89;90a").split(";")
-    if arch
-]
+# The kernels use bfloat16 tensor cores and asynchronous copies, from 8.0 on. The ones
+# with an "a" run on that architecture alone.
+KNOWN_ARCHS = (
+    *("80", "86", "87", "88", "89", "90", "90a", "100", "100a", "103", "103a"),
+    *("110", "110a", "120", "120a", "121", "121a"),
+)
+
+
+def read_archs() -> list[str]:
+    """Architectures that KEYFORMER_CUDA_ARCHS names; ends the build at an unknown one.
+
+    nvcc would say so minutes later, in the middle of its output, or, for one that it
+    knows and the kernels do not, with errors in their source.
+    """
+    named = os.environ.get("KEYFORMER_CUDA_ARCHS", "80;86;89;90a")
+    archs = [arch for arch in named.split(";") if arch]
+    for arch in archs:
+        if arch not in KNOWN_ARCHS:
+            sys.exit(
+                f"keyformer-vllm: KEYFORMER_CUDA_ARCHS={named!r}: no architecture "
+                f"{arch!r}; allowed are any of {';'.join(KNOWN_ARCHS)}, or nothing"
+            )
+    return archs
+
+
+CUDA_ARCHS = read_archs()
 
 # Flags of one source file: only these files may contain such instructions.
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
