@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -223,9 +223,10 @@ def format_predictions(predictions: list[Prediction]) -> str:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(description: str | None, step_help: str) -> argparse.ArgumentParser:
+    """Options of a prediction: the GPU's, a decode step, and where the JSON goes."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = Gpu()
     parser.add_argument(
@@ -234,26 +235,39 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--issue-share", type=float, default=gpu.issue_share, help="of all cycles"
     )
-    parser.add_argument(
-        "--step-ms", type=float, default=10.0, help="what a decode step takes"
-    )
+    parser.add_argument("--step-ms", type=float, default=10.0, help=step_help)
     parser.set_defaults(plot=None)
     parser.add_argument("--output", type=common.Path, help="also write the JSON here")
     return parser
 
 
-def main() -> None:
-    args = build_parser().parse_args()
+def run(
+    parser: argparse.ArgumentParser,
+    make: Callable[[Gpu, Model, float], Sequence[Any]],
+    form: Callable[[Any], str],
+) -> None:
+    """Predict with what the command line says, show a table, write a result.
+
+    Args:
+        make: predictions (dataclasses) from a GPU, a model and seconds of a step.
+        form: their table.
+    """
+    args = parser.parse_args()
     common.check_result_options(args)
     gpu = Gpu(bandwidth=args.bandwidth, issue_share=args.issue_share)
-    predictions = predict_all(gpu, Model(), args.step_ms / 1e3)
-    common.say(format_predictions(predictions))
+    made = make(gpu, Model(), args.step_ms / 1e3)
+    common.say(form(made))
     result: dict[str, Any] = {
-        "predicted": [asdict(one) for one in predictions],
+        "predicted": [asdict(one) for one in made],
         "gpu": asdict(gpu),
         "model": asdict(Model()),
     }
     common.write_result(args, result, draw=lambda *_: None)
+
+
+def main() -> None:
+    parser = build_parser(__doc__, "what a decode step takes")
+    run(parser, predict_all, format_predictions)
 
 
 if __name__ == "__main__":

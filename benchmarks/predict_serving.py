@@ -11,13 +11,13 @@ be held against `bench_crossover.py` on a GPU, and replaced by it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import common
+import predict_gpu
 from predict_gpu import Gpu, Model, attention_bytes, kv_bytes, score_work
 
 STEP_TOKENS = 8192  # vLLM's max_num_batched_tokens of `vllm serve` on such a GPU
@@ -273,33 +273,11 @@ def format_served(served: list[Served]) -> str:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--step-ms",
-        type=float,
-        default=10.0,
-        help="stock's decode step with 64 requests of 2,048 tokens",
-    )
-    parser.set_defaults(plot=None)
-    parser.add_argument("--output", type=common.Path, help="also write the JSON here")
-    return parser
-
-
 def main() -> None:
-    args = build_parser().parse_args()
-    common.check_result_options(args)
-    gpu, model = Gpu(), Model()
-    served = predict_served(gpu, model, args.step_ms / 1e3)
-    common.say(format_served(served))
-    result: dict[str, Any] = {
-        "predicted": [asdict(one) for one in served],
-        "gpu": asdict(gpu),
-        "model": asdict(model),
-    }
-    common.write_result(args, result, draw=lambda *_: None)
+    step = "stock's decode step with 64 requests of 2,048 tokens"
+    predict_gpu.run(
+        predict_gpu.build_parser(__doc__, step), predict_served, format_served
+    )
 
 
 if __name__ == "__main__":
