@@ -100,6 +100,36 @@ def test_preempted_request_starts_over(harness):
     h.check_idle()
 
 
+def test_copies_for_the_cache_outlive_the_eviction_they_were_made_for(harness):
+    """A step that evicts a request and then needs all its blocks for another.
+
+    What the prefix cache names the copy of is not compacted in the end, but the name
+    has moved to the copy: without it, the next hit would find whatever lies there.
+    """
+    h = harness(
+        num_blocks=12, caching=True, engine={"long_prefill_token_threshold": 96}
+    )
+    # Both prompts come in chunks of three blocks. When "late" has a block to give up,
+    # one block is free and "long" needs three.
+    h.add("long", 284, 4, kv_policy="full")
+    h.add("late", [7] * 128, 4, kv_budget=96)
+    output = h.step()
+    while not output.preempted_req_ids:
+        output = h.step()
+    plan = plan_of(output)
+    assert output.preempted_req_ids == {"late"} and not plan.evictions
+    ((_, target),) = plan.cache_copies
+    assert h.pool.blocks[target].block_hash is not None, "or nobody can hit the copy"
+    hit: set[int] = set()
+    while h.scheduler.has_unfinished_requests():
+        plan = plan_of(h.step())
+        hit.update(block for blocks in plan.hits.values() for block in blocks)
+    assert h.finished == {"long", "late"}
+    assert target in hit, "the harness has seen what is in it"
+    h.run()
+    h.check_idle()
+
+
 def test_prefix_cache_reset_preempts_running_requests(harness):
     h = harness()
     h.add("a", 300, 50)
